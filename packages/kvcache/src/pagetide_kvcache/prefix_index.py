@@ -1,0 +1,203 @@
+"""Automatic prefix caching: full blocks found again by the exact tokens before and in them.
+
+The index is one dict, `(serial of the parent block, the block's token bytes) -> block`. A block
+gets a serial, never used again, when it becomes findable. A serial thus stands for one block at
+one time with everything before it, so two keys are equal only if every token up to the end of the
+block is equal: no hash is trusted, whatever Python's dict does underneath. When a block leaves the
+index, its children's keys name a serial that no walk can arrive at any more. They need no clean-up:
+nobody asks for them, so they grow old and are reused in their turn.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+
+from pagetide_kvcache.errors import InvariantError
+from pagetide_kvcache.tokens import TOKEN_BYTES
+
+__all__ = ["PrefixIndex", "PrefixPath"]
+
+# The root of a path is no block: its salt stands in the serial's place, wrapped so that no salt
+# can equal a serial.
+Root = tuple[Hashable]
+Parent = int | Root
+Key = tuple[Parent, bytes]
+
+
+class PrefixPath:
+    """How far one sequence has walked down the index.
+
+    The block at its end need not be the sequence's own: where two sequences computed the same
+    block, only the first one's is findable, and both walk through that one. So the end can be
+    evicted under a sequence that does not hold it; `serial` then differs from the block's own.
+
+    Attributes:
+        root: the salt, as a one-tuple.
+        num_blocks: blocks of the sequence that lie on the path.
+        block_id: the findable block at the end (meaningless while `num_blocks` is 0).
+        serial: that block's serial when the path went through it, or `root`.
+    """
+
+    __slots__ = ("block_id", "num_blocks", "root", "serial")
+
+    def __init__(self, root: Root) -> None:
+        self.root = root
+        self.reset()
+
+    def reset(self) -> None:
+        """Goes back to the root: the next commit walks from there."""
+        self.num_blocks = 0
+        self.block_id = 0
+        self.serial: Parent = self.root
+
+    def copy(self) -> PrefixPath:
+        twin = PrefixPath(self.root)
+        twin.num_blocks, twin.block_id, twin.serial = self.num_blocks, self.block_id, self.serial
+        return twin
+
+
+class PrefixIndex:
+    """The findable blocks, and the order in which the unreferenced ones of them are evicted.
+
+    Attributes:
+        unreferenced: findable blocks that nobody holds, least recently used first.
+    """
+
+    __slots__ = ("_block_bytes", "_blocks", "_keys", "_next_serial", "_serials", "unreferenced")
+
+    def __init__(self, block_size: int) -> None:
+        self._block_bytes = block_size * TOKEN_BYTES
+        self._blocks: dict[Key, int] = {}
+        self._keys: dict[int, Key] = {}
+        self._serials: dict[int, int] = {}
+        self._next_serial = 0
+        self.unreferenced: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, root: Root, token_bytes: bytes) -> list[int]:
+        """The blocks that hold the longest known prefix of these tokens (whole blocks of bytes)."""
+        blocks, serials, step = self._blocks, self._serials, self._block_bytes
+        parent: Parent = root
+        found = []
+        for offset in range(0, len(token_bytes), step):
+            block_id = blocks.get((parent, token_bytes[offset : offset + step]))
+            if block_id is None:
+                break
+            found.append(block_id)
+            parent = serials[block_id]
+        return found
+
+    def path_through(self, root: Root, found: Sequence[int]) -> PrefixPath:
+        """The path of a sequence that begins with the blocks that `find` found."""
+        path = PrefixPath(root)
+        if found:
+            self._end(path, len(found), found[-1])
+        return path
+
+    def is_intact(self, path: PrefixPath) -> bool:
+        """Whether the block at the path's end is still what it was when the path got there."""
+        return not path.num_blocks or self._serials.get(path.block_id) == path.serial
+
+    def extend(self, path: PrefixPath, token_bytes: bytes, block_ids: Sequence[int]) -> None:
+        """Walks the path on through `block_ids`, making those findable that no other equals.
+
+        A block whose tokens and past are in the index already stays unfindable, and the path goes
+        through the one that is there.
+        """
+        blocks, keys, serials, step = self._blocks, self._keys, self._serials, self._block_bytes
+        parent = path.serial
+        offset = 0
+        block_id = path.block_id
+        for own_id in block_ids:
+            key = (parent, token_bytes[offset : offset + step])
+            offset += step
+            found = blocks.get(key)
+            if found is None:
+                if own_id in keys:  # findable below a parent that is gone: it moves here
+                    self.remove(own_id)
+                blocks[key] = block_id = own_id
+                keys[own_id] = key
+                serials[own_id] = parent = self._next_serial
+                self._next_serial = parent + 1
+            else:
+                block_id = found
+                parent = serials[found]
+        path.num_blocks += len(block_ids)
+        path.block_id = block_id
+        path.serial = parent
+
+    def shorten(self, path: PrefixPath, num_blocks: int, block_ids: Sequence[int]) -> None:
+        """Ends the path after at most `num_blocks` of the sequence's own `block_ids`.
+
+        Where the sequence's own block at the new end is not the findable one, the path goes back
+        to its root and the next commit walks again.
+        """
+        if path.num_blocks <= num_blocks:
+            return
+        path.reset()
+        if num_blocks and block_ids[num_blocks - 1] in self._keys:
+            self._end(path, num_blocks, block_ids[num_blocks - 1])
+
+    def _end(self, path: PrefixPath, num_blocks: int, block_id: int) -> None:
+        path.num_blocks = num_blocks
+        path.block_id = block_id
+        path.serial = self._serials[block_id]
+
+    def remove(self, block_id: int) -> None:
+        """Makes a findable block unfindable; its content may change from now on."""
+        del self._blocks[self._keys.pop(block_id)]
+        del self._serials[block_id]
+
+    def retire(self, block_ids: Iterable[int]) -> list[int]:
+        """Keeps those of these unreferenced blocks that are findable; returns the others."""
+        keys, unreferenced = self._keys, self.unreferenced
+        others = []
+        for block_id in block_ids:
+            if block_id in keys:
+                unreferenced[block_id] = None
+            else:
+                others.append(block_id)
+        return others
+
+    def revive(self, block_ids: Iterable[int]) -> None:
+        """Takes blocks that somebody holds again out of the order of eviction."""
+        unreferenced = self.unreferenced
+        for block_id in block_ids:
+            unreferenced.pop(block_id, None)
+
+    def evict(self, num_blocks: int) -> list[int]:
+        """Makes the least recently used unreferenced blocks unfindable and returns them."""
+        blocks, keys, serials = self._blocks, self._keys, self._serials
+        pop_oldest = self.unreferenced.popitem
+        evicted = []
+        for _ in range(num_blocks):
+            block_id, _ = pop_oldest(last=False)
+            del blocks[keys.pop(block_id)]
+            del serials[block_id]
+            evicted.append(block_id)
+        return evicted
+
+    def verify(self) -> None:
+        """Recounts the index.
+
+        Raises:
+            InvariantError: two of its books disagree, or a key is not one block long.
+        """
+        if not self._keys.keys() == self._serials.keys() == set(self._blocks.values()):
+            raise InvariantError("the index disagrees about which blocks are findable")
+        if len(set(self._serials.values())) != len(self._keys):
+            raise InvariantError("two findable blocks have the same serial")
+        for block_id, (parent, token_bytes) in self._keys.items():
+            if self._blocks.get((parent, token_bytes)) != block_id:
+                raise InvariantError(f"block {block_id} is not found by its own key")
+            if len(token_bytes) != self._block_bytes:
+                raise InvariantError(f"block {block_id} is findable by part of its tokens")
+            serial = self._serials[block_id]
+            if serial >= self._next_serial or (isinstance(parent, int) and parent >= serial):
+                raise InvariantError(f"block {block_id} is older than its parent")
