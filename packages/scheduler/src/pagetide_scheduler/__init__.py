@@ -1,5 +1,44 @@
-"""Continuous batching over a paged KV cache, without torch."""
+"""Continuous batching over a paged KV cache, without torch.
+
+`Scheduler` turns requests into `StepPlan`s, columns that say what one step computes, and reads
+`StepResult`s back. It runs no model and imports no torch.
+"""
 
 from pagetide_scheduler.__about__ import __version__
+from pagetide_scheduler.config import SchedulerConfig
+from pagetide_scheduler.errors import (
+    PlanOrderError,
+    RequestRefusedError,
+    RequestTooLargeError,
+    SchedulerError,
+)
+from pagetide_scheduler.params import SamplingParams
+from pagetide_scheduler.plan import (
+    RequestOutput,
+    SampleError,
+    StepOutput,
+    StepPlan,
+    StepResult,
+)
+from pagetide_scheduler.request import FinishReason, LengthLimit, Request, RequestState
+from pagetide_scheduler.scheduler import Scheduler
 
-__all__ = ["__version__"]
+__all__ = [
+    "FinishReason",
+    "LengthLimit",
+    "PlanOrderError",
+    "Request",
+    "RequestOutput",
+    "RequestRefusedError",
+    "RequestState",
+    "RequestTooLargeError",
+    "SampleError",
+    "SamplingParams",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulerError",
+    "StepOutput",
+    "StepPlan",
+    "StepResult",
+    "__version__",
+]

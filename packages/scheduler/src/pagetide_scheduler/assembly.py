@@ -1,0 +1,154 @@
+"""A plan while it is being made, and its columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pagetide_kvcache import BlockCopy
+from pagetide_scheduler.columns import RunningColumns
+from pagetide_scheduler.plan import EMPTY_BATCH, Batch, Int32Column, StepPlan
+from pagetide_scheduler.request import Request
+
+EMPTY: Int32Column = np.empty(0, np.int32)
+EMPTY.flags.writeable = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The part of a request's known tokens that one step computes."""
+
+    request: Request
+    start: int
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclass(slots=True)
+class PlanDraft:
+    """What the next plan holds so far.
+
+    Attributes:
+        step_id: The plan's number, if it will not be empty.
+        budget: Tokens it may still take.
+        decode: Requests that compute just one token and sample the next, oldest first.
+        chunks: Requests that compute more, or are new.
+        new: Requests that this plan gives a row.
+    """
+
+    step_id: int
+    budget: int
+    decode: Batch = EMPTY_BATCH
+    chunks: list[Chunk] = field(default_factory=list)
+    new: list[Request] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    table_rows: list[int] = field(default_factory=list)
+    table_indices: list[int] = field(default_factory=list)
+    table_blocks: list[int] = field(default_factory=list)
+
+    def change_tables(self, rows: list[int], indices: list[int], blocks: tuple[int, ...]) -> None:
+        """Notes `block_tables[row, index] = block` for each triple."""
+        self.table_rows += rows
+        self.table_indices += indices
+        self.table_blocks += blocks
+
+    def assemble(self, columns: RunningColumns) -> StepPlan:
+        """The plan's columns; counts its tokens as computed and its samples as in flight."""
+        # First the decode part: one token a request, and every request samples.
+        decode = self.decode
+        num_decode = len(decode)
+        positions, inflight = columns.plan_decode(decode, self.step_id)
+        token_ids = columns.last_tokens[decode.rows].astype(np.int32)
+        inflight_tokens = inflight.nonzero()[0]
+        if len(inflight_tokens):
+            token_ids[inflight_tokens] = 0
+        seq_lens = (positions + 1).astype(np.int32)
+        parts = _Parts(
+            sequences=decode,
+            samples=decode,
+            query_start_loc=np.arange(num_decode + 1, dtype=np.int32),
+            seq_lens=seq_lens,
+            token_ids=token_ids,
+            positions=positions.astype(np.int32),
+            sample_tokens=np.arange(num_decode, dtype=np.int32),
+            sample_positions=seq_lens,
+            max_query_len=1 if num_decode else 0,
+        )
+        if self.chunks:
+            parts.add_chunks(self.chunks, columns, self.step_id)
+        rows = parts.sequences.row_column
+        return StepPlan(
+            step_id=self.step_id,
+            rows=rows,
+            query_start_loc=parts.query_start_loc,
+            seq_lens=parts.seq_lens,
+            token_ids=parts.token_ids,
+            positions=parts.positions,
+            inflight_tokens=inflight_tokens.astype(np.int32),
+            inflight_rows=decode.row_column[inflight_tokens] if len(inflight_tokens) else EMPTY,
+            sample_tokens=parts.sample_tokens,
+            sample_rows=parts.samples.row_column,
+            sample_positions=parts.sample_positions,
+            new_rows=_column([r.row for r in self.new]),
+            new_params=tuple([r.params for r in self.new]),
+            new_keys=np.array([r.key for r in self.new], np.uint64),
+            new_min_positions=_column([r.min_stop_length - 1 for r in self.new]),
+            table_rows=_column(self.table_rows),
+            table_indices=_column(self.table_indices),
+            table_blocks=_column(self.table_blocks),
+            copies=tuple(self.copies),
+            max_query_len=parts.max_query_len,
+            max_seq_len=int(parts.seq_lens.max()) if len(rows) else 0,
+            sequences=parts.sequences,
+            samples=parts.samples,
+        )
+
+
+@dataclass(slots=True)
+class _Parts:
+    """The token columns of a plan while chunks are joined to the decode part."""
+
+    sequences: Batch
+    samples: Batch
+    query_start_loc: Int32Column
+    seq_lens: Int32Column
+    token_ids: Int32Column
+    positions: Int32Column
+    sample_tokens: Int32Column
+    sample_positions: Int32Column
+    max_query_len: int
+
+    def add_chunks(self, chunks: list[Chunk], columns: RunningColumns, step_id: int) -> None:
+        num_decode = len(self.token_ids)
+        counts = np.array([chunk.num_tokens for chunk in chunks], np.int32)
+        ends = np.array([chunk.end for chunk in chunks], np.int32)
+        stops = num_decode + np.cumsum(counts, dtype=np.int32)
+        batch = Batch.of(tuple([chunk.request for chunk in chunks]))
+        is_last = (
+            ends == columns.num_tokens[batch.rows]
+        )  # its last known token: the next is sampled
+
+        token_ids = [np.array(c.request.tokens[c.start : c.end], np.int32) for c in chunks]
+        positions = [np.arange(c.start, c.end, dtype=np.int32) for c in chunks]
+        self.token_ids = np.concatenate((self.token_ids, *token_ids))
+        self.positions = np.concatenate((self.positions, *positions))
+        self.query_start_loc = np.concatenate((self.query_start_loc, stops))
+        self.seq_lens = np.concatenate((self.seq_lens, ends))
+        self.max_query_len = max(self.max_query_len, int(counts.max()))
+        sampling = is_last.nonzero()[0]
+        self.sample_tokens = np.concatenate((self.sample_tokens, stops[sampling] - 1))
+        self.sample_positions = np.concatenate((self.sample_positions, ends[sampling]))
+        self.samples = self.samples + batch.take(sampling)
+        self.sequences = self.sequences + batch
+
+        columns.num_computed_tokens[batch.rows] = ends
+        columns.num_inflight_tokens[batch.rows] += is_last
+        columns.last_steps[batch.rows] = step_id
+
+
+def _column(values: list[int] | list[int | None]) -> Int32Column:
+    return np.array(values, np.int32) if values else EMPTY

@@ -1,0 +1,53 @@
+"""How much the scheduler may run at once: `SchedulerConfig`, validated when made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits and policies of a `Scheduler`.
+
+    Attributes:
+        max_model_len: Tokens of a request at most, prompt and generated: the model's context.
+        max_num_seqs: Requests running at once; also the number of rows of device state.
+        max_num_batched_tokens: Tokens a step computes at most.
+        max_chunk_tokens: Tokens of one prompt a step computes at most, so that a long prompt
+            leaves budget for the first tokens of others; None leaves only the step's budget.
+        watermark: Share of the pool that admission leaves free so that running requests can grow,
+            in [0, 0.01]; it does not apply when nothing runs.
+        priority_steps: How many steps of waiting one level of priority is worth: a request of
+            priority 1 goes before those of priority 0 that came up to this many steps earlier, so
+            nobody starves.
+        vocab_size: Token ids from here on are refused; None checks only that they are not negative.
+
+    Raises:
+        ValueError: A value outside its range; the message names it.
+    """
+
+    max_model_len: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_chunk_tokens: int | None = None
+    watermark: float = 0.01
+    priority_steps: int = 256
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "priority_steps")
+        options = ("max_chunk_tokens", "vocab_size")
+        for name in counts + options:
+            value = getattr(self, name)
+            if value is None and name in options:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.max_model_len < 2:
+            raise ValueError("max_model_len must be at least 2: a prompt token and a generated one")
+        if not (math.isfinite(self.watermark) and 0 <= self.watermark <= 0.01):
+            raise ValueError(
+                f"watermark must lie in [0, 0.01], got {self.watermark}; "
+                "more would idle memory that running requests could use"
+            )

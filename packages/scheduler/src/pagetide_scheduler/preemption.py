@@ -1,0 +1,86 @@
+"""Room for the running requests: growing their block tables, and who leaves when blocks run out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagetide_kvcache import BlockManager, OutOfBlocksError
+from pagetide_scheduler.assembly import PlanDraft
+from pagetide_scheduler.plan import Batch
+from pagetide_scheduler.request import Request
+from pagetide_scheduler.state import SchedulerState
+
+
+def grow_tables(state: SchedulerState, draft: PlanDraft, decode: Batch) -> bool:
+    """Makes the next position of each request in `decode` writable; returns whether anyone left.
+
+    Only decoding requests grow: admission took blocks for every token known then. They grow oldest
+    first and before anything is in the plan, so whoever must leave leaves no trace in it.
+    """
+    columns = state.columns
+    rows = decode.rows
+    positions = columns.num_computed_tokens[rows]
+    needs_block = positions >= columns.capacities[rows]
+    is_shared = columns.is_open_shared[rows]
+    if is_shared.any():
+        growing = (needs_block | is_shared).nonzero()[0]
+        return _grow_one_by_one(state, draft, [decode.requests[i] for i in growing.tolist()])
+    growing = needs_block.nonzero()[0]
+    if not len(growing):
+        return False
+    indices = growing.tolist()
+    try:
+        block_ids = state.blocks.append_blocks([decode.request_ids[i] for i in indices])
+    except OutOfBlocksError:
+        return _grow_one_by_one(state, draft, [decode.requests[i] for i in indices])
+    grown = rows[growing]
+    table_indices = positions[growing] // columns.block_size
+    columns.capacities[grown] += columns.block_size
+    draft.change_tables(grown.tolist(), table_indices.tolist(), block_ids)
+    return False
+
+
+def _grow_one_by_one(state: SchedulerState, draft: PlanDraft, growing: list[Request]) -> bool:
+    has_preempted = False
+    for request in growing:
+        while request.row is not None and not _grow(state, draft, request):
+            # Everybody younger is still unserved; if nobody is, the request itself makes room.
+            younger = state.running.younger_than(request)
+            state.send_back(choose_victim(state.blocks, younger) if younger else request)
+            has_preempted = True
+    return has_preempted
+
+
+def _grow(state: SchedulerState, draft: PlanDraft, request: Request) -> bool:
+    columns, blocks, row = state.columns, state.blocks, request.row
+    if row is None:
+        raise ValueError(f"request {request.request_id!r} is not running")
+    position = request.num_computed_tokens
+    try:
+        copies = blocks.grow(request.request_id, position, position + 1)
+    except OutOfBlocksError:
+        return False
+    first = position // columns.block_size
+    changed = blocks.sequence_blocks[request.request_id][first:]
+    draft.copies += copies
+    draft.change_tables([row] * len(changed), list(range(first, first + len(changed))), changed)
+    columns.capacities[row] = (first + len(changed)) * columns.block_size
+    columns.is_open_shared[row] = False
+    return True
+
+
+def choose_victim(blocks: BlockManager, candidates: Sequence[Request]) -> Request:
+    """The candidate that loses the least computed tokens for each block that comes free.
+
+    One that frees nothing counts last, but counts: its leaving makes shared blocks private. Of
+    equals the youngest leaves.
+    """
+
+    def lost_tokens_a_block(request: Request) -> tuple[float, float]:
+        ref_count = blocks.ref_count
+        table = blocks.sequence_blocks[request.request_id]
+        num_freed = sum(ref_count[block_id] == 1 for block_id in table)
+        lost = request.num_computed_tokens
+        return (lost / num_freed, 0) if num_freed else (float("inf"), lost)
+
+    return min(reversed(candidates), key=lost_tokens_a_block)

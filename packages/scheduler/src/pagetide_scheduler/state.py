@@ -1,0 +1,53 @@
+"""What the parts of the scheduler share: who runs, who waits, which plans are in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from pagetide_kvcache import BlockManager
+from pagetide_scheduler.columns import RunningColumns
+from pagetide_scheduler.config import SchedulerConfig
+from pagetide_scheduler.plan import StepPlan
+from pagetide_scheduler.request import Request
+from pagetide_scheduler.running import RunningSet
+from pagetide_scheduler.waiting import WaitingQueue
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerState:
+    """The scheduler's books; the reference is fixed, the contents change.
+
+    Attributes:
+        requests: Every unfinished request by id.
+        running: Those that hold a row and blocks.
+        waiting: All others.
+        plans: Plans in flight, oldest first.
+    """
+
+    config: SchedulerConfig
+    blocks: BlockManager
+    columns: RunningColumns
+    requests: dict[str, Request]
+    running: RunningSet
+    waiting: WaitingQueue
+    plans: deque[StepPlan]
+
+    def is_in_flight(self, request: Request) -> bool:
+        """Whether a plan that names this waiting request has not been read yet."""
+        return bool(self.plans) and request.last_step >= self.plans[0].step_id
+
+    def release(self, request: Request) -> None:
+        """Takes row and blocks from a running request.
+
+        Both may be given away by the next plan whatever is in flight, since plans run in order.
+        """
+        self.running.remove(request)
+        self.columns.leave(request)
+        self.blocks.free_sequence(request.request_id)
+
+    def send_back(self, request: Request) -> None:
+        """Lets a running request start over: it waits, ahead of new ones, with what is known."""
+        self.release(request)
+        request.num_preemptions += 1
+        self.waiting.add_returning(request)

@@ -1,0 +1,68 @@
+"""The requests that wait: those that gave up their blocks, then the new ones, each in order."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import islice
+
+from pagetide_scheduler.request import Request
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order
+
+
+class WaitingQueue:
+    """A queue whose every operation is independent of its length.
+
+    New requests stand in one lane a priority, each lane in order of arrival; reading in order
+    merges the lanes' heads. Requests that return after a preemption or a failed step are few
+    (at most as many as ran) and stand before all new ones, sorted.
+    """
+
+    def __init__(self) -> None:
+        self._returning: list[Request] = []
+        self._lanes: dict[int, OrderedDict[str, Request]] = {}
+        self._num_new = 0
+
+    def __len__(self) -> int:
+        return len(self._returning) + self._num_new
+
+    def __iter__(self) -> Iterator[Request]:
+        """In the order of admission; the queue must not change meanwhile."""
+        yield from self._returning
+        lanes = [lane.values() for lane in self._lanes.values()]
+        yield from (
+            heapq.merge(*lanes, key=_order) if len(lanes) > 1 else (lanes[0] if lanes else ())
+        )
+
+    @property
+    def returning(self) -> tuple[Request, ...]:
+        """Requests that have run before, oldest first."""
+        return tuple(self._returning)
+
+    def first(self, count: int) -> list[Request]:
+        """The `count` requests at the front, or all if there are fewer."""
+        return list(islice(self, count))
+
+    def add(self, request: Request) -> None:
+        """Takes a new request, which must be the latest of its priority."""
+        self._lanes.setdefault(request.priority, OrderedDict())[request.request_id] = request
+        self._num_new += 1
+
+    def add_returning(self, request: Request) -> None:
+        """Takes a request back that has run."""
+        insort(self._returning, request, key=_order)
+
+    def remove(self, request: Request) -> None:
+        """Removes a request that waits."""
+        lane = self._lanes.get(request.priority)
+        if lane is not None and lane.pop(request.request_id, None) is not None:
+            self._num_new -= 1
+            if not lane:
+                del self._lanes[request.priority]
+        else:
+            del self._returning[bisect_left(self._returning, request.order, key=_order)]
