@@ -117,6 +117,8 @@ class _Entry:
 # In order of preference: ``auto`` takes the first that may be chosen and supports the shape.
 _TABLE: Mapping[str, _Entry] = MappingProxyType(
     {
+        "triton": _Entry("pagetide_kernels.triton.backend", "TritonBackend", frozenset({"cuda"})),
+        "cpu": _Entry("pagetide_kernels.cpu", "CpuBackend", frozenset({"cpu"})),
         "reference": _Entry(
             "pagetide_kernels.reference", "ReferenceBackend", frozenset({"cpu", "cuda"})
         ),

@@ -51,7 +51,7 @@ class AttentionShape:
             require_int(name, getattr(self, name), at_least=1)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
+                f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}; "
                 "each KV head must serve equally many query heads"
             )
         kv_dtypes = SUPPORTED_PAIRS.get(self.query_dtype)

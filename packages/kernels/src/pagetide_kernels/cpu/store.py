@@ -1,0 +1,41 @@
+"""Writing a step's tokens to an INT8 cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagetide_kernels.reference import INT8_MAX, quantize
+
+__all__ = ["store_in_blocks"]
+
+
+def store_in_blocks(
+    x: Tensor, cache: Tensor, scales: Tensor, block_ids: Tensor, offsets: Tensor
+) -> None:
+    """The reference's rule for a scale a block and head, for all blocks of a step at once.
+
+    Args:
+        x: float32 [tokens, num_kv_heads, head_dim].
+        cache: int8 [N, num_kv_heads, block_size, head_dim], changed.
+        scales: float32 [N, num_kv_heads], changed.
+        block_ids: int64 [tokens].
+        offsets: int64 [tokens].
+    """
+    block_size = cache.shape[2]
+    touched, where = torch.unique(block_ids, return_inverse=True)
+    num_held = torch.full_like(touched, block_size).scatter_reduce_(0, where, offsets, "amin")
+    token_amax = x.abs().amax(dim=-1)
+    amax = torch.zeros(len(touched), x.shape[1]).scatter_reduce_(
+        0, where.unsqueeze(1).expand_as(token_amax), token_amax, "amax"
+    )
+    old_scales = scales[touched].masked_fill((num_held == 0).unsqueeze(1), 0.0)
+    new_scales = torch.maximum(amax / INT8_MAX, old_scales)
+
+    blocks = cache[touched]
+    held = blocks.float() * old_scales[:, :, None, None]
+    requantized = quantize(held, new_scales.unsqueeze(-1).expand(-1, -1, block_size))
+    is_held = torch.arange(block_size) < num_held.unsqueeze(1)
+    cache[touched] = torch.where(is_held[:, None, :, None], requantized, blocks)
+    cache[block_ids, :, offsets] = quantize(x, new_scales[where])
+    scales[touched] = new_scales
