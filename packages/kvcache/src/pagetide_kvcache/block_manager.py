@@ -125,7 +125,10 @@ class BlockManager:
             OutOfBlocksError: there is not one for each; none was appended.
             UnknownSequenceError: one of them is unknown; none was appended.
         """
-        sequences = [self._get(seq_id) for seq_id in seq_ids]
+        try:
+            sequences = [self._sequences[seq_id] for seq_id in seq_ids]
+        except KeyError as error:
+            raise UnknownSequenceError(error.args[0]) from None
         self._require(len(sequences))
         block_ids = self._take(len(sequences))
         for sequence, block_id in zip(sequences, block_ids, strict=True):
@@ -318,21 +321,22 @@ class BlockManager:
             ValueError: `tokens` has fewer than `num_tokens`, or an id does not fit in int32.
         """
         sequence = self._get(seq_id)
-        self._num_blocks_holding(sequence, num_tokens)
-        if num_tokens > len(tokens):
+        block_size, block_ids, path = self._block_size, sequence.block_ids, sequence.path
+        if not 0 <= num_tokens <= len(tokens):
             raise ValueError(
-                f"num_tokens={num_tokens} exceeds the {len(tokens)} tokens given: pass them all"
+                f"num_tokens={num_tokens} must be in 0..{len(tokens)}, the tokens given"
             )
-        num_full = num_tokens // self._block_size
-        path = sequence.path
+        if num_tokens > len(block_ids) * block_size:
+            raise self._too_many_tokens(sequence, num_tokens)
+        num_full = num_tokens // block_size
         if num_full <= path.num_blocks or not self._enable_prefix_cache:
             return
         is_intact = self._index.is_intact(path)
         first = path.num_blocks if is_intact else 0
-        data = token_bytes(tokens, first * self._block_size, num_full * self._block_size)
+        data = token_bytes(tokens, first * block_size, num_full * block_size)
         if not is_intact:
             path.reset()
-        self._index.extend(path, data, sequence.block_ids[first:num_full])
+        self._index.extend(path, data, block_ids[first:num_full])
 
     # ---- plans and proof ------------------------------------------------------------------------
 
@@ -383,11 +387,14 @@ class BlockManager:
         """Blocks of the sequence that hold its first `num_tokens` tokens; it must have them."""
         num_blocks = self._num_blocks(_at_least("num_tokens", num_tokens, 0))
         if num_blocks > len(sequence.block_ids):
-            raise BlockRangeError(
-                f"num_tokens={num_tokens} exceeds the {len(sequence.block_ids)} block(s) of "
-                f"{self._block_size} tokens that the sequence holds"
-            )
+            raise self._too_many_tokens(sequence, num_tokens)
         return num_blocks
+
+    def _too_many_tokens(self, sequence: SequenceState, num_tokens: int) -> BlockRangeError:
+        return BlockRangeError(
+            f"num_tokens={num_tokens} exceeds the {len(sequence.block_ids)} block(s) of "
+            f"{self._block_size} tokens that the sequence holds: grow it first"
+        )
 
     def _require(self, num_blocks: int, *, num_reserved: int = 0) -> None:
         """Refuses a call before it changes anything."""

@@ -52,13 +52,14 @@ def _verify_each_block_is_in_one_place(
     """A block is held by sequences, or free, or findable and unreferenced, or held for a copy."""
     places: Counter[int] = Counter(pool.free_block_ids())
     _check(places.total() == pool.num_free, "the number of free blocks is wrong")
-    places.update(index.unreferenced)
+    places.update(iter(index.unreferenced))
     for block_id, count in enumerate(pool.ref_counts):
         is_waiting = not count and block_id in copies.held
         places[block_id] += bool(count) + is_waiting
         _check(places[block_id] == 1, f"block {block_id} is in {places[block_id]} places, not 1")
         is_kept = block_id in index.unreferenced or bool(count) or is_waiting
         _check(is_kept or block_id not in index, f"block {block_id} is free and findable")
+    _check(len(places) == pool.total_blocks, "a block that the pool does not have is free")
     _check(all(b in index for b in index.unreferenced), "a block to be evicted is not findable")
 
 

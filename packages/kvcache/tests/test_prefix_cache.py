@@ -1,0 +1,291 @@
+"""The automatic prefix cache: what is found, what is evicted, and in which order."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import pytest
+
+from pagetide_kvcache import Admission, BlockManager, OutOfBlocksError
+
+
+def serve(
+    manager: BlockManager, tokens: Sequence[int], *, frees: bool = True, seq_id: object = "served"
+) -> Admission:
+    """Admits, computes and commits a prompt."""
+    admission = manager.admit(seq_id, tokens, len(tokens))
+    manager.commit(seq_id, tokens, len(tokens))
+    if frees:
+        manager.free_sequence(seq_id)
+    manager.verify()
+    return admission
+
+
+def test_a_committed_prefix_is_found_and_shared() -> None:
+    manager = BlockManager(8, block_size=4)
+    first = serve(manager, range(10), frees=False, seq_id="a")
+    second = manager.admit("b", [*range(8), 99, 98], 10)
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == 8
+    assert second.block_ids[:2] == first.block_ids[:2]
+    assert second.block_ids[2] != first.block_ids[2]
+    assert [manager.ref_count[b] for b in second.block_ids] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16])
+def test_a_whole_prompt_hit_leaves_at_least_one_token_to_compute(block_size: int) -> None:
+    manager = BlockManager(64, block_size)
+    for num_tokens in range(3 * block_size + 2):
+        tokens = list(range(num_tokens))
+        serve(manager, tokens)
+        expected = max(num_tokens - 1, 0) // block_size
+        assert manager.match_prefix(tokens) == expected
+        admission = manager.admit("again", tokens, num_tokens)
+        assert admission.num_cached_tokens == expected * block_size
+        manager.free_sequence("again")
+
+
+def test_room_beyond_the_known_tokens_is_given_but_not_looked_up() -> None:
+    manager = BlockManager(16, block_size=4)
+    serve(manager, range(12))
+    admission = manager.admit("b", range(8), 15)
+    assert admission.num_cached_tokens == 4
+    assert len(admission.block_ids) == 4
+
+
+def test_a_short_room_limits_what_is_looked_up() -> None:
+    manager = BlockManager(16, block_size=4)
+    serve(manager, range(12))
+    admission = manager.admit("b", range(12), 8)
+    assert admission.num_cached_tokens == 4
+    assert len(admission.block_ids) == 2
+
+
+def test_asking_changes_nothing_not_even_the_order_of_eviction() -> None:
+    manager = BlockManager(2, block_size=2)
+    serve(manager, [1, 1])
+    serve(manager, [2, 2])
+    assert manager.match_prefix([1, 1, 0]) == 1
+    manager.allocate_blocks("x", 1)
+    assert manager.match_prefix([1, 1, 0]) == 0
+    assert manager.match_prefix([2, 2, 0]) == 1
+
+
+def test_the_least_recently_used_chain_is_evicted_first() -> None:
+    manager = BlockManager(4, block_size=2)
+    for token in (1, 2, 3):
+        serve(manager, [token, token])
+    assert serve(manager, [1, 1, 9]).num_cached_tokens == 2  # so "2 2" is now the oldest
+    manager.allocate_blocks("x", 2)  # one is free, one is evicted
+    assert [manager.match_prefix([t, t, 0]) for t in (1, 2, 3)] == [1, 0, 1]
+    manager.allocate_blocks("x", 1)
+    assert [manager.match_prefix([t, t, 0]) for t in (1, 2, 3)] == [1, 0, 0]
+
+
+def test_a_chain_is_evicted_from_its_tail() -> None:
+    manager = BlockManager(4, block_size=2)
+    tokens = list(range(8))
+    serve(manager, tokens)
+    for num_left in (3, 2, 1, 0):
+        manager.allocate_blocks("x", 1)
+        assert manager.match_prefix([*tokens, 0]) == num_left
+
+
+def test_free_blocks_are_used_before_anything_is_evicted() -> None:
+    manager = BlockManager(4, block_size=2)
+    serve(manager, [1, 1])
+    assert len(manager.free_blocks) == 3
+    assert manager.num_available_blocks == 4
+    manager.allocate_blocks("x", 3)
+    assert manager.match_prefix([1, 1, 0]) == 1
+    assert len(manager.free_blocks) == 0
+    assert manager.num_available_blocks == 1
+    manager.allocate_blocks("y", 1)
+    assert manager.match_prefix([1, 1, 0]) == 0
+
+
+def test_the_blocks_found_are_not_evicted_to_make_room_for_the_rest() -> None:
+    manager = BlockManager(3, block_size=2)
+    tokens = list(range(6))
+    blocks = serve(manager, tokens).block_ids
+    with pytest.raises(OutOfBlocksError) as caught:
+        manager.admit("big", tokens, 8)
+    assert (caught.value.needed, caught.value.available) == (2, 1)
+    assert manager.match_prefix([*tokens, 0]) == 3
+    admission = manager.admit("fits", tokens, 6)
+    assert admission.block_ids == blocks
+    assert admission.num_cached_tokens == 4
+    manager.verify()
+
+
+def test_a_block_computed_twice_stays_unfindable_the_second_time() -> None:
+    manager = BlockManager(8, block_size=2)
+    tokens = [1, 2, 3, 4]
+    first = manager.admit("a", tokens, 4)
+    second = manager.admit("b", tokens, 4)
+    manager.commit("a", tokens, 4)
+    manager.commit("b", tokens, 4)
+    assert manager.admit("c", [*tokens, 5], 5).block_ids[:2] == first.block_ids
+    manager.free_sequence("b")
+    assert set(second.block_ids) <= set(manager.free_blocks)
+    manager.verify()
+
+
+def test_a_path_whose_end_was_reused_is_walked_again() -> None:
+    manager = BlockManager(6, block_size=2)
+    tokens = [1, 2, 3, 4, 5, 6]
+    manager.admit("a", tokens[:4], 4)
+    manager.admit("b", tokens, 6)
+    manager.commit("a", tokens, 4)
+    manager.commit("b", tokens, 4)  # b's path goes through a's blocks
+    manager.free_sequence("a")
+    manager.allocate_blocks("x", 3)  # evicts both
+    assert manager.match_prefix([*tokens, 0]) == 0
+    manager.commit("b", tokens, 6)  # now all three of b's own blocks are findable
+    assert manager.match_prefix([*tokens, 0]) == 3
+    manager.verify()
+
+
+def test_a_block_below_a_parent_that_is_gone_moves_to_the_new_path() -> None:
+    manager = BlockManager(8, block_size=2)
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    manager.admit("a", tokens[:2], 2)
+    manager.admit("b", tokens, 8)
+    manager.commit("a", tokens, 2)
+    manager.commit("b", tokens, 4)  # b's second block becomes findable below a's first
+    manager.admit("c", [*tokens[:6], 0], 6)
+    manager.commit("c", tokens, 6)
+    manager.commit("b", tokens, 6)  # b's path ends in c's third block
+    manager.free_sequence("c")
+    manager.free_sequence("a")
+    manager.allocate_blocks("x", 4)  # two free ones, c's third and a's first
+    assert manager.match_prefix([*tokens, 0]) == 0
+    manager.verify()
+    manager.commit("b", tokens, 8)
+    assert manager.match_prefix([*tokens, 0]) == 4
+    manager.verify()
+
+
+def test_reopening_a_findable_block_leaves_it_findable_until_it_is_written() -> None:
+    manager = BlockManager(8, block_size=4)
+    tokens = list(range(8))
+    serve(manager, tokens, frees=False, seq_id="a")
+    manager.truncate("a", 6)
+    assert manager.match_prefix([*tokens, 0]) == 2
+    assert manager.grow("a", 6, 7) == ()  # nobody else holds it: out of the index, in place
+    assert manager.match_prefix([*tokens, 0]) == 1
+    manager.verify()
+
+
+def test_reopening_a_findable_block_that_others_hold_copies_it() -> None:
+    manager = BlockManager(8, block_size=4)
+    tokens = list(range(8))
+    blocks = serve(manager, tokens, frees=False, seq_id="a").block_ids
+    manager.truncate("a", 6)
+    manager.admit("b", [*tokens, 0], 9)
+    (copy,) = manager.grow("a", 6, 7)
+    assert copy.source == blocks[1]
+    assert manager.match_prefix([*tokens, 0]) == 2
+    manager.commit("a", [0, 1, 2, 3, 4, 5, 77, 78], 8)
+    assert manager.match_prefix([0, 1, 2, 3, 4, 5, 77, 78, 0]) == 2
+    assert manager.match_prefix([*tokens, 0]) == 2
+    manager.verify()
+
+
+def test_writing_over_a_full_block_takes_it_out_of_the_index() -> None:
+    manager = BlockManager(8, block_size=4)
+    tokens = list(range(8))
+    serve(manager, tokens, frees=False, seq_id="a")
+    manager.grow("a", 0, 4)
+    assert manager.match_prefix([*tokens, 0]) == 0
+    manager.commit("a", [9, *tokens[1:]], 8)
+    assert manager.match_prefix([9, *tokens[1:], 0]) == 2
+    manager.verify()
+
+
+def test_a_fork_commits_on_its_own_path() -> None:
+    manager = BlockManager(8, block_size=2)
+    serve(manager, [1, 2, 3], frees=False, seq_id="a")
+    manager.fork("a", "b", 3)
+    manager.grow("b", 3, 4)
+    manager.commit("b", [1, 2, 3, 8], 4)
+    manager.grow("a", 3, 4)
+    manager.commit("a", [1, 2, 3, 9], 4)
+    assert manager.match_prefix([1, 2, 3, 8, 0]) == 2
+    assert manager.match_prefix([1, 2, 3, 9, 0]) == 2
+    manager.verify()
+
+
+def test_a_salt_keeps_tenants_apart() -> None:
+    manager = BlockManager(8, block_size=2)
+    tokens = [1, 2, 3]
+    manager.admit("a", tokens, 3, salt="one")
+    manager.commit("a", tokens, 3)
+    assert manager.match_prefix(tokens, salt="one") == 1
+    assert manager.match_prefix(tokens, salt="two") == 0
+    assert manager.match_prefix(tokens) == 0
+    # Serials are integers: no salt may pass for one.
+    assert [manager.match_prefix(tokens, salt=serial) for serial in range(4)] == [0] * 4
+    manager.fork("a", "b", 3)
+    manager.grow("b", 3, 4)
+    manager.commit("b", [1, 2, 3, 4], 4)
+    assert manager.match_prefix([1, 2, 3, 4, 5], salt="one") == 2
+
+
+@pytest.mark.parametrize(
+    "container",
+    [list, tuple, lambda t: array("i", t), lambda t: array("q", t), lambda t: array("H", t), bytes],
+    ids=["list", "tuple", "int32", "int64", "uint16", "bytes"],
+)
+def test_tokens_mean_the_same_in_every_container(container: type) -> None:
+    manager = BlockManager(8, block_size=2)
+    serve(manager, [1, 2, 3, 4])
+    assert manager.match_prefix(container([1, 2, 3, 4, 5])) == 2
+    assert manager.match_prefix(container([1, 2, 4, 3, 5])) == 1
+
+
+@pytest.mark.parametrize("token", [2**31, -(2**31) - 1, 10**30])
+def test_a_token_outside_int32_is_refused(token: int) -> None:
+    manager = BlockManager(8, block_size=2)
+    serve(manager, [0, 0])
+    with pytest.raises(ValueError, match="int32"):
+        manager.match_prefix([token, 0, 0])
+    with pytest.raises(ValueError, match="int32"):
+        manager.admit("a", [token, 0, 0], 3)
+    assert "a" not in manager.sequence_blocks
+    manager.admit("a", [0, 0, token, 0], 4)
+    with pytest.raises(ValueError, match="int32"):
+        manager.commit("a", [0, 0, token, 0], 4)
+    manager.verify()
+
+
+def test_committing_what_is_not_there_is_refused() -> None:
+    manager = BlockManager(8, block_size=2)
+    manager.admit("a", [1, 2], 2)
+    with pytest.raises(ValueError, match="num_tokens=3"):
+        manager.commit("a", [1, 2], 3)
+    with pytest.raises(ValueError, match="holds"):
+        manager.commit("a", [1, 2, 3], 3)
+    with pytest.raises(ValueError, match="num_tokens=-1"):
+        manager.commit("a", [1, 2], -1)
+    with pytest.raises(KeyError):
+        manager.commit("x", [1, 2], 2)
+    assert manager.match_prefix([1, 2, 0]) == 0
+
+
+def test_only_full_blocks_are_committed_and_each_once() -> None:
+    manager = BlockManager(8, block_size=4)
+    tokens = list(range(10))
+    manager.admit("a", tokens, 10)
+    for num_tokens, expected in ((3, 0), (4, 1), (4, 1), (7, 1), (2, 1), (10, 2)):
+        manager.commit("a", tokens, num_tokens)
+        assert manager.match_prefix(tokens) == expected
+        manager.verify()
+
+
+def test_the_cache_can_be_switched_off() -> None:
+    manager = BlockManager(8, block_size=2, enable_prefix_cache=False)
+    serve(manager, [1, 2, 3])
+    assert manager.match_prefix([1, 2, 3]) == 0
+    assert len(manager.free_blocks) == 8
