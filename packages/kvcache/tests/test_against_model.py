@@ -74,7 +74,8 @@ class Harness:
 
     def content_of(self, sequence: ModelSequence) -> list[int]:
         """A number for each token that no other past and token has."""
-        numbers, parent = [], ("root", sequence.salt)
+        numbers: list[int] = []
+        parent: Hashable = ("root", sequence.salt)
         for token in sequence.tokens:
             number = self.contents.setdefault((parent, token), len(self.contents))
             numbers.append(number)
@@ -101,7 +102,7 @@ class Harness:
             dict(manager.ref_count),
             list(manager.free_blocks),
             list(manager._index.unreferenced),
-            dict(manager._index._keys),
+            list(manager._index._keys),
             list(manager._copies.held),
         )
 
@@ -323,7 +324,7 @@ class Harness:
 
     def refuse_a_full_target(self, number: int, other: int) -> None:
         source, target = self.pick(number), self.pick(other)
-        if source is not None and self.table(target):
+        if source is not None and target is not None and self.table(target):
             for call in (
                 lambda: self.manager.share_prefix(source, target, 0),
                 lambda: self.manager.fork(source, target, 0),
@@ -585,7 +586,7 @@ def _trust_the_tokens_without_their_past(patch: pytest.MonkeyPatch) -> None:
         step = self._block_bytes
         found: list[int] = []
         for offset in range(0, len(data), step):
-            known = [b for b, (_, t) in self._keys.items() if t == data[offset : offset + step]]
+            known = [b for (_, t), b in self._blocks.items() if t == data[offset : offset + step]]
             if not known or known[0] in found:
                 break
             found.append(known[0])

@@ -354,7 +354,7 @@ def test_views_answer_about_what_is_not_there() -> None:
     manager = BlockManager(4)
     assert 4 not in manager.free_blocks
     assert -1 not in manager.free_blocks
-    assert "a" not in manager.free_blocks
+    assert "a" not in manager.free_blocks  # type: ignore[comparison-overlap]
     assert manager.free_blocks - {0} == {1, 2, 3}
     with pytest.raises(KeyError):
         manager.ref_count[-1]

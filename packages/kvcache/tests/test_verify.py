@@ -68,7 +68,15 @@ def lengthen_a_path(manager: BlockManager) -> None:
 
 
 def forget_a_serial(manager: BlockManager) -> None:
-    manager._index._serials.popitem()
+    manager._index._serials[0] = -1
+
+
+def keep_a_serial_without_a_key(manager: BlockManager) -> None:
+    manager._index._serials[11] = 0
+
+
+def leave_a_key_that_leads_nowhere(manager: BlockManager) -> None:
+    manager._index._blocks[99, b"12345678"] = 3
 
 
 def use_a_serial_twice(manager: BlockManager) -> None:
@@ -87,7 +95,9 @@ def swap_two_blocks(manager: BlockManager) -> None:
 
 def index_part_of_a_block(manager: BlockManager) -> None:
     index = manager._index
-    parent, data = index._keys[0]
+    key = index._keys[0]
+    assert key is not None
+    parent, data = key
     del index._blocks[parent, data]
     index._keys[0] = (parent, data[:4])
     index._blocks[parent, data[:4]] = 0
@@ -107,6 +117,8 @@ def index_part_of_a_block(manager: BlockManager) -> None:
         put_a_block_twice_into_a_table,
         lengthen_a_path,
         forget_a_serial,
+        keep_a_serial_without_a_key,
+        leave_a_key_that_leads_nowhere,
         use_a_serial_twice,
         make_a_block_older_than_its_parent,
         swap_two_blocks,

@@ -54,7 +54,7 @@ class BlockManager:
         self._block_size = _at_least("block_size", block_size, 1)
         self._enable_prefix_cache = enable_prefix_cache
         self._pool = BlockPool(self._total_blocks)
-        self._index = PrefixIndex(self._block_size)
+        self._index = PrefixIndex(self._total_blocks, self._block_size)
         self._copies = PlanCopies()
         self._sequences: dict[Hashable, SequenceState] = {}
         kept = (self._index.unreferenced, self._copies.held)

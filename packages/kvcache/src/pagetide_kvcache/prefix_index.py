@@ -24,6 +24,8 @@ Root = tuple[Hashable]
 Parent = int | Root
 Key = tuple[Parent, bytes]
 
+NO_SERIAL = -1  # of a block that is not findable; a path never ends with it
+
 
 class PrefixPath:
     """How far one sequence has walked down the index.
@@ -60,25 +62,28 @@ class PrefixPath:
 class PrefixIndex:
     """The findable blocks, and the order in which the unreferenced ones of them are evicted.
 
+    Beside the dict, each block's key and serial stand in lists at its id: eight bytes a block, and
+    much kinder to the processor's caches than two more dicts.
+
     Attributes:
         unreferenced: findable blocks that nobody holds, least recently used first.
     """
 
     __slots__ = ("_block_bytes", "_blocks", "_keys", "_next_serial", "_serials", "unreferenced")
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, total_blocks: int, block_size: int) -> None:
         self._block_bytes = block_size * TOKEN_BYTES
         self._blocks: dict[Key, int] = {}
-        self._keys: dict[int, Key] = {}
-        self._serials: dict[int, int] = {}
+        self._keys: list[Key | None] = [None] * total_blocks
+        self._serials: list[int] = [NO_SERIAL] * total_blocks
         self._next_serial = 0
         self.unreferenced: OrderedDict[int, None] = OrderedDict()
 
     def __contains__(self, block_id: int) -> bool:
-        return block_id in self._keys
+        return self._keys[block_id] is not None
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._blocks)
 
     def find(self, root: Root, token_bytes: bytes) -> list[int]:
         """The blocks that hold the longest known prefix of these tokens (whole blocks of bytes)."""
@@ -102,7 +107,7 @@ class PrefixIndex:
 
     def is_intact(self, path: PrefixPath) -> bool:
         """Whether the block at the path's end is still what it was when the path got there."""
-        return not path.num_blocks or self._serials.get(path.block_id) == path.serial
+        return not path.num_blocks or self._serials[path.block_id] == path.serial
 
     def extend(self, path: PrefixPath, token_bytes: bytes, block_ids: Sequence[int]) -> None:
         """Walks the path on through `block_ids`, making those findable that no other equals.
@@ -119,7 +124,7 @@ class PrefixIndex:
             offset += step
             found = blocks.get(key)
             if found is None:
-                if own_id in keys:  # findable below a parent that is gone: it moves here
+                if keys[own_id] is not None:  # findable below a parent that is gone: it moves here
                     self.remove(own_id)
                 blocks[key] = block_id = own_id
                 keys[own_id] = key
@@ -141,7 +146,7 @@ class PrefixIndex:
         if path.num_blocks <= num_blocks:
             return
         path.reset()
-        if num_blocks and block_ids[num_blocks - 1] in self._keys:
+        if num_blocks and block_ids[num_blocks - 1] in self:
             self._end(path, num_blocks, block_ids[num_blocks - 1])
 
     def _end(self, path: PrefixPath, num_blocks: int, block_id: int) -> None:
@@ -151,18 +156,17 @@ class PrefixIndex:
 
     def remove(self, block_id: int) -> None:
         """Makes a findable block unfindable; its content may change from now on."""
-        del self._blocks[self._keys.pop(block_id)]
-        del self._serials[block_id]
+        self._forget((block_id,))
 
     def retire(self, block_ids: Iterable[int]) -> list[int]:
         """Keeps those of these unreferenced blocks that are findable; returns the others."""
         keys, unreferenced = self._keys, self.unreferenced
         others = []
         for block_id in block_ids:
-            if block_id in keys:
-                unreferenced[block_id] = None
-            else:
+            if keys[block_id] is None:
                 others.append(block_id)
+            else:
+                unreferenced[block_id] = None
         return others
 
     def revive(self, block_ids: Iterable[int]) -> None:
@@ -173,15 +177,19 @@ class PrefixIndex:
 
     def evict(self, num_blocks: int) -> list[int]:
         """Makes the least recently used unreferenced blocks unfindable and returns them."""
-        blocks, keys, serials = self._blocks, self._keys, self._serials
         pop_oldest = self.unreferenced.popitem
-        evicted = []
-        for _ in range(num_blocks):
-            block_id, _ = pop_oldest(last=False)
-            del blocks[keys.pop(block_id)]
-            del serials[block_id]
-            evicted.append(block_id)
+        evicted = [pop_oldest(last=False)[0] for _ in range(num_blocks)]
+        self._forget(evicted)
         return evicted
+
+    def _forget(self, block_ids: Iterable[int]) -> None:
+        blocks, keys, serials = self._blocks, self._keys, self._serials
+        for block_id in block_ids:
+            key = keys[block_id]
+            if key is not None:
+                del blocks[key]
+                keys[block_id] = None
+                serials[block_id] = NO_SERIAL
 
     def verify(self) -> None:
         """Recounts the index.
@@ -189,15 +197,30 @@ class PrefixIndex:
         Raises:
             InvariantError: two of its books disagree, or a key is not one block long.
         """
-        if not self._keys.keys() == self._serials.keys() == set(self._blocks.values()):
-            raise InvariantError("the index disagrees about which blocks are findable")
-        if len(set(self._serials.values())) != len(self._keys):
-            raise InvariantError("two findable blocks have the same serial")
-        for block_id, (parent, token_bytes) in self._keys.items():
-            if self._blocks.get((parent, token_bytes)) != block_id:
-                raise InvariantError(f"block {block_id} is not found by its own key")
-            if len(token_bytes) != self._block_bytes:
-                raise InvariantError(f"block {block_id} is findable by part of its tokens")
-            serial = self._serials[block_id]
-            if serial >= self._next_serial or (isinstance(parent, int) and parent >= serial):
-                raise InvariantError(f"block {block_id} is older than its parent")
+        serials = set()
+        for block_id, (key, serial) in enumerate(zip(self._keys, self._serials, strict=True)):
+            if key is None:
+                self._check(serial == NO_SERIAL, f"block {block_id} has a serial but no key")
+                continue
+            parent, token_bytes = key
+            self._check(
+                self._blocks.get(key) == block_id, f"block {block_id} is not found by its own key"
+            )
+            self._check(
+                len(token_bytes) == self._block_bytes,
+                f"block {block_id} is findable by part of its tokens",
+            )
+            self._check(
+                0 <= serial < self._next_serial
+                and not (isinstance(parent, int) and parent >= serial),
+                f"block {block_id} is older than its parent",
+            )
+            serials.add(serial)
+        self._check(
+            len(serials) == len(self._blocks), "a key leads nowhere, or two blocks share a serial"
+        )
+
+    @staticmethod
+    def _check(is_true: bool, what: str) -> None:
+        if not is_true:
+            raise InvariantError(what)
