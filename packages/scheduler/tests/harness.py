@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from toy_model import StepFailedError, ToyModel, generate_alone
+
 from pagetide_kvcache import BlockManager, CopyDirection
 from pagetide_scheduler import (
     FinishReason,
     Request,
     RequestOutput,
+    RequestState,
     SamplingParams,
     Scheduler,
     SchedulerConfig,
@@ -20,7 +23,6 @@ from pagetide_scheduler import (
     StepPlan,
     StepResult,
 )
-from toy_model import StepFailedError, ToyModel, generate_alone
 
 VOCAB_SIZE = 61
 EOS = (0,)
@@ -83,6 +85,7 @@ class Engine:
         self.streams: dict[str, list[int]] = {}
         self.num_steps = 0
         self.num_preemptions = 0
+        self.was_exhausted = False
         self.plans: list[StepPlan] = []
         self.keeps_plans = False
 
@@ -126,6 +129,7 @@ class Engine:
         """Makes and submits a plan; returns whether there was anything to do."""
         plan = self.scheduler.schedule()
         self.scheduler.verify()
+        self._note_exhaustion()
         if plan.is_empty:
             assert self.pending or not self.scheduler.has_unfinished, "a step without progress"
             return False
@@ -177,6 +181,13 @@ class Engine:
             assert output.request_id not in self.outputs
             self.outputs[output.request_id] = output
             self.num_preemptions += output.num_preemptions
+
+    def _note_exhaustion(self) -> None:
+        available = self.blocks.num_available_blocks
+        waiting = [r for r in self.requests.values() if r.state is RequestState.WAITING]
+        self.was_exhausted |= any(
+            len(r.tokens) > available * self.blocks.block_size for r in waiting
+        )
 
     # ---- checks ---------------------------------------------------------------------------------
 

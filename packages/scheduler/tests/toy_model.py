@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from pagetide_kvcache import CopyDirection
 from pagetide_scheduler import SampleError, SamplingParams, StepPlan, StepResult
 

@@ -101,6 +101,17 @@ class RunningColumns:
         """
         request.tokens.extend(self.open_tail(request))
 
+    def flush_all(self, requests: list[Request], rows: Int64Column) -> None:
+        """`flush` for many: one look at the columns for all of them."""
+        size = self.block_size
+        data = self.open_tokens[rows].tobytes()
+        known_tokens = self.num_tokens[rows].tolist()
+        for index, (request, known) in enumerate(zip(requests, known_tokens, strict=True)):
+            listed = len(request.tokens)
+            if listed < known:
+                origin = index * size - (known - 1) // size * size
+                request.tokens.frombytes(data[(origin + listed) * 4 : (origin + known) * 4])
+
     def are_held(self, rows: Int64Column, step_id: int) -> Mask:
         """Which of a plan's rows still belong to the request that the plan named. bool [N]
 

@@ -337,14 +337,18 @@ class Scheduler:
         """Makes blocks findable that this plan filled, for requests that still hold their rows."""
         state, sequences = self._state, plan.sequences
         columns = state.columns
+        size = columns.block_size
         is_full = (columns.commit_at[sequences.rows] <= plan.seq_lens) & are_held
-        for index in is_full.nonzero()[0].tolist():
-            request, end = sequences.requests[index], int(plan.seq_lens[index])
-            columns.flush(request)
-            state.blocks.commit(request.request_id, request.tokens, end)
-            columns.commit_at[sequences.rows[index]] = (
-                end // columns.block_size + 1
-            ) * columns.block_size
+        full = is_full.nonzero()[0]
+        if not len(full):
+            return
+        requests = [sequences.requests[index] for index in full.tolist()]
+        rows, ends = sequences.rows[full], plan.seq_lens[full]
+        columns.flush_all(requests, rows)
+        columns.commit_at[rows] = (ends // size + 1) * size
+        commit = state.blocks.commit
+        for request, end in zip(requests, ends.tolist(), strict=True):
+            commit(request.request_id, request.tokens, end)
 
     def _append_running(self, samples: Batch, token_ids: Int32Column) -> tuple[RequestOutput, ...]:
         """Appends a token to each of these running requests; returns who ended."""
