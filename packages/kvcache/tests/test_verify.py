@@ -71,10 +71,6 @@ def forget_a_serial(manager: BlockManager) -> None:
     manager._index._serials[0] = -1
 
 
-def keep_a_serial_without_a_key(manager: BlockManager) -> None:
-    manager._index._serials[11] = 0
-
-
 def leave_a_key_that_leads_nowhere(manager: BlockManager) -> None:
     manager._index._blocks[99, b"12345678"] = 3
 
@@ -117,7 +113,6 @@ def index_part_of_a_block(manager: BlockManager) -> None:
         put_a_block_twice_into_a_table,
         lengthen_a_path,
         forget_a_serial,
-        keep_a_serial_without_a_key,
         leave_a_key_that_leads_nowhere,
         use_a_serial_twice,
         make_a_block_older_than_its_parent,

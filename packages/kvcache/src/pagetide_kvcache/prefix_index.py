@@ -24,8 +24,6 @@ Root = tuple[Hashable]
 Parent = int | Root
 Key = tuple[Parent, bytes]
 
-NO_SERIAL = -1  # of a block that is not findable; a path never ends with it
-
 
 class PrefixPath:
     """How far one sequence has walked down the index.
@@ -75,7 +73,7 @@ class PrefixIndex:
         self._block_bytes = block_size * TOKEN_BYTES
         self._blocks: dict[Key, int] = {}
         self._keys: list[Key | None] = [None] * total_blocks
-        self._serials: list[int] = [NO_SERIAL] * total_blocks
+        self._serials = [0] * total_blocks  # of those that have a key
         self._next_serial = 0
         self.unreferenced: OrderedDict[int, None] = OrderedDict()
 
@@ -107,7 +105,10 @@ class PrefixIndex:
 
     def is_intact(self, path: PrefixPath) -> bool:
         """Whether the block at the path's end is still what it was when the path got there."""
-        return not path.num_blocks or self._serials[path.block_id] == path.serial
+        block_id = path.block_id
+        return not path.num_blocks or (
+            self._keys[block_id] is not None and self._serials[block_id] == path.serial
+        )
 
     def extend(self, path: PrefixPath, token_bytes: bytes, block_ids: Sequence[int]) -> None:
         """Walks the path on through `block_ids`, making those findable that no other equals.
@@ -183,13 +184,12 @@ class PrefixIndex:
         return evicted
 
     def _forget(self, block_ids: Iterable[int]) -> None:
-        blocks, keys, serials = self._blocks, self._keys, self._serials
+        blocks, keys = self._blocks, self._keys
         for block_id in block_ids:
             key = keys[block_id]
             if key is not None:
                 del blocks[key]
-                keys[block_id] = None
-                serials[block_id] = NO_SERIAL
+                keys[block_id] = None  # its serial stays behind, and is nobody's
 
     def verify(self) -> None:
         """Recounts the index.
@@ -200,7 +200,6 @@ class PrefixIndex:
         serials = set()
         for block_id, (key, serial) in enumerate(zip(self._keys, self._serials, strict=True)):
             if key is None:
-                self._check(serial == NO_SERIAL, f"block {block_id} has a serial but no key")
                 continue
             parent, token_bytes = key
             self._check(
