@@ -130,6 +130,7 @@ class Engine:
         plan = self.scheduler.schedule()
         self.scheduler.verify()
         self._note_exhaustion()
+        assert all(r.num_skips <= self.config.max_skips for r in self.requests.values())
         if plan.is_empty:
             assert self.pending or not self.scheduler.has_unfinished, "a step without progress"
             return False
@@ -188,6 +189,10 @@ class Engine:
         self.was_exhausted |= any(
             len(r.tokens) > available * self.blocks.block_size for r in waiting
         )
+
+    def num_preempted(self) -> int:
+        """How often anybody gave up its blocks so far."""
+        return sum(request.num_preemptions for request in self.requests.values())
 
     # ---- checks ---------------------------------------------------------------------------------
 

@@ -1,13 +1,13 @@
-"""Who of the waiting requests gets a row and blocks, and when."""
+"""Who of the waiting requests is tried, and in which order: one small class a policy."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from typing import Protocol
 
-from pagetide_kvcache import Admission, OutOfBlocksError
+from pagetide_scheduler.config import SchedulerConfig
 from pagetide_scheduler.request import Request
-from pagetide_scheduler.state import SchedulerState
 from pagetide_scheduler.waiting import WaitingQueue
 
 
@@ -15,39 +15,94 @@ class Outcome(enum.Enum):
     """What became of an attempt to admit a request."""
 
     ADMITTED = "admitted"
-    NO_ROOM = "not enough blocks"
+    NO_ROOM = "not enough blocks or rows for it"
     IN_FLIGHT = "a step that names it is not read yet"
-    FULL = "no row or no budget left"
+    FULL = "no row or no budget left for anybody"
+
+
+Attempt = Callable[[Request], Outcome]
+
+
+class AdmissionPolicy(Protocol):
+    """Decides whom to try; `attempt` decides whether there is room, and takes it."""
+
+    def admit(self, waiting: WaitingQueue, step_id: int, attempt: Attempt) -> list[Request]:
+        """Tries requests; returns those that a later one passed in this step."""
+
+    def forget(self, request: Request) -> None:
+        """Drops what is remembered about a request that has ended."""
+
+    def void(self) -> None:
+        """Hears that a running request lost its blocks, or that a step failed."""
 
 
 class FirstComeFirstServed:
-    """Admits in order and stops at the first request that does not get in."""
+    """Stops at the first request that does not get in."""
 
-    def admit(self, waiting: WaitingQueue, attempt: Callable[[Request], Outcome]) -> None:
-        """Calls `attempt`, which takes a request out of `waiting` if it succeeds."""
-        for request in iter(lambda: next(iter(waiting), None), None):
-            if attempt(request) is not Outcome.ADMITTED:
-                return
+    def admit(self, waiting: WaitingQueue, step_id: int, attempt: Attempt) -> list[Request]:
+        while (head := waiting.head) is not None and attempt(head) is Outcome.ADMITTED:
+            pass
+        return []
+
+    def forget(self, request: Request) -> None:
+        """Nothing is remembered."""
+
+    def void(self) -> None:
+        """Nothing was promised."""
 
 
-def take_blocks(state: SchedulerState, request: Request) -> Admission | None:
-    """Blocks for every known token of `request`, those of its cached prefix by reference, or None.
+class LookAhead:
+    """Looks a bounded number of requests past those that do not fit, and admits whichever do.
 
-    While others run, a few blocks are left for them to grow into.
+    A request that later ones passed `max_skips` times, or that stood `max_wait_steps` steps at the
+    head, blocks: nothing behind it is admitted until it is in. Requests that have run before are
+    never passed by new ones.
     """
-    blocks = state.blocks
-    tokens = request.tokens
-    reads_cache = not request.params.prompt_logprobs
-    reserve = int(state.config.watermark * blocks.total_blocks) if state.running else 0
-    try:
-        if reads_cache:
-            admission = blocks.admit(request.request_id, tokens, len(tokens))
-        else:
-            num_blocks = -(-len(tokens) // blocks.block_size)
-            admission = Admission(blocks.allocate_blocks(request.request_id, num_blocks), 0)
-    except OutOfBlocksError:
-        return None
-    if blocks.num_available_blocks < reserve:
-        blocks.free_sequence(request.request_id)
-        return None
-    return admission
+
+    def __init__(self, lookahead: int, max_skips: int, max_wait_steps: int) -> None:
+        self._lookahead = lookahead
+        self._max_skips = max_skips
+        self._max_wait_steps = max_wait_steps
+        self._head: Request | None = None
+        self._head_since = 0
+
+    def admit(self, waiting: WaitingQueue, step_id: int, attempt: Attempt) -> list[Request]:
+        if waiting.head is not self._head:
+            self._head, self._head_since = waiting.head, step_id
+        stayed: list[Request] = []
+        num_passed = 0
+        while len(stayed) <= self._lookahead:
+            request = waiting.at(len(stayed))  # those that stayed stand before it
+            if request is None or (stayed and stayed[-1].has_run and not request.has_run):
+                break
+            outcome = attempt(request)
+            if outcome is Outcome.ADMITTED:
+                num_passed = len(stayed)
+                continue
+            if outcome is Outcome.FULL:
+                break
+            stayed.append(request)
+            if self.is_blocking(request, step_id):
+                break
+        for request in stayed[:num_passed]:
+            request.num_skips += 1
+        return stayed[:num_passed]
+
+    def is_blocking(self, request: Request, step_id: int) -> bool:
+        """Whether nobody may pass `request` any more."""
+        has_waited = request is self._head and step_id - self._head_since >= self._max_wait_steps
+        return has_waited or request.num_skips >= self._max_skips
+
+    def forget(self, request: Request) -> None:
+        if request is self._head:
+            self._head = None
+
+    def void(self) -> None:
+        """Nothing was promised."""
+
+
+def make_policy(config: SchedulerConfig) -> AdmissionPolicy:
+    """The policy that `config.admission` names."""
+    if config.admission == "fcfs":
+        return FirstComeFirstServed()
+    return LookAhead(config.lookahead, config.max_skips, config.max_wait_steps)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+AdmissionName = Literal["fcfs", "lookahead"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +19,11 @@ class SchedulerConfig:
         max_num_batched_tokens: Tokens a step computes at most.
         max_chunk_tokens: Tokens of one prompt a step computes at most, so that a long prompt
             leaves budget for the first tokens of others; None leaves only the step's budget.
+        admission: Whom to admit: `fcfs` stops at the first request that does not fit; `lookahead`
+            looks past it and admits whichever fit, within the three limits below.
+        lookahead: Requests that do not fit and may be looked past in one step.
+        max_skips: Times a request may be passed by later ones before nothing passes it any more.
+        max_wait_steps: Steps a request may stand at the head before nothing passes it any more.
         watermark: Share of the pool that admission leaves free so that running requests can grow,
             in [0, 0.01]; it does not apply when nothing runs.
         priority_steps: How many steps of waiting one level of priority is worth: a request of
@@ -31,19 +39,27 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_chunk_tokens: int | None = None
+    admission: AdmissionName = "lookahead"
+    lookahead: int = 8
+    max_skips: int = 8
+    max_wait_steps: int = 256
     watermark: float = 0.01
     priority_steps: int = 256
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        counts = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "priority_steps")
-        options = ("max_chunk_tokens", "vocab_size")
+        counts = ["max_model_len", "max_num_seqs", "max_num_batched_tokens", "priority_steps"]
+        counts += ["lookahead", "max_skips", "max_wait_steps"]
+        options = ["max_chunk_tokens", "vocab_size"]
         for name in counts + options:
             value = getattr(self, name)
             if value is None and name in options:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        names = get_args(AdmissionName)
+        if self.admission not in names:
+            raise ValueError(f"admission must be one of {names}, got {self.admission!r}")
         if self.max_model_len < 2:
             raise ValueError("max_model_len must be at least 2: a prompt token and a generated one")
         if not (math.isfinite(self.watermark) and 0 <= self.watermark <= 0.01):

@@ -65,6 +65,7 @@ class Request:
             priority and age in one, and never changes.
         arrival_time: When it was added, on the scheduler's clock.
         row: Its place in device state while it runs.
+        num_skips: Steps in which a later request was admitted past it since it began to wait.
         last_step: The last plan that names it, while it does not run (a running request's is in
             the columns).
     """
@@ -85,6 +86,7 @@ class Request:
     is_suspect: bool = False
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_skips: int = 0
     admitted_time: float | None = None
     first_token_time: float | None = None
     finish_reason: FinishReason | None = None
@@ -94,6 +96,11 @@ class Request:
         if self.finish_reason is not None:
             return RequestState.FINISHED
         return RequestState.WAITING if self.row is None else RequestState.RUNNING
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it was ever admitted; if it waits, it does so ahead of those that were not."""
+        return self.admitted_time is not None
 
     @property
     def num_tokens(self) -> int:

@@ -6,13 +6,15 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
 from pagetide_kvcache import BlockManager
-from pagetide_scheduler.admission import FirstComeFirstServed, Outcome, take_blocks
+from pagetide_scheduler.admission import Outcome, make_policy
 from pagetide_scheduler.arrival import make_key, read_prompt, set_limit
 from pagetide_scheduler.assembly import EMPTY, Chunk, PlanDraft
+from pagetide_scheduler.blocks import take_blocks
 from pagetide_scheduler.budget import share_budget
 from pagetide_scheduler.columns import RunningColumns
 from pagetide_scheduler.config import SchedulerConfig
@@ -77,7 +79,7 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._stop_tokens = StopTokens()
         self._recovery = Recovery(self._state)
-        self._policy = FirstComeFirstServed()
+        self._policy = make_policy(config)
         self._max_chunk_tokens = config.max_chunk_tokens or config.max_num_batched_tokens
         self._random = random.Random()  # seeded by the operating system
         self._num_added = 0
@@ -211,7 +213,7 @@ class Scheduler:
         if suspect is not None:
             self._plan_suspect(draft, suspect)
         elif not self._serve(draft, state.running.batch):
-            self._policy.admit(state.waiting, lambda request: self._try_admit(draft, request))
+            self._policy.admit(state.waiting, draft.step_id, partial(self._try_admit, draft))
         plan = draft.assemble(state.columns)
         if not plan.is_empty:
             self._next_step_id += 1
@@ -296,6 +298,7 @@ class Scheduler:
         if admission is None:
             return Outcome.NO_ROOM
         state.waiting.remove(request)
+        request.num_skips = 0
         block_ids, num_cached = admission.block_ids, admission.num_cached_tokens
         row = state.columns.enter(request, draft.step_id, num_cached, len(block_ids))
         state.running.add(request)
@@ -414,6 +417,7 @@ class Scheduler:
         else:
             state.waiting.remove(request)
         del state.requests[request.request_id]
+        self._policy.forget(request)
         self._recovery.forget(request)
         request.finish_reason = reason
         return make_output(request, self._clock(), error=error, keep_tokens=keep_tokens)

@@ -33,6 +33,11 @@ class SchedulerState:
     waiting: WaitingQueue
     plans: deque[StepPlan]
 
+    @property
+    def num_watermark_blocks(self) -> int:
+        """Blocks that admission leaves free while others run."""
+        return int(self.config.watermark * self.blocks.total_blocks)
+
     def is_in_flight(self, request: Request) -> bool:
         """Whether a plan that names this waiting request has not been read yet."""
         return bool(self.plans) and request.last_step >= self.plans[0].step_id

@@ -44,6 +44,15 @@ class WaitingQueue:
         """Requests that have run before, oldest first."""
         return tuple(self._returning)
 
+    @property
+    def head(self) -> Request | None:
+        """The request at the front."""
+        return next(iter(self), None)
+
+    def at(self, index: int) -> Request | None:
+        """The request that `index` others stand before; costs O(index)."""
+        return next(islice(self, index, None), None)
+
     def first(self, count: int) -> list[Request]:
         """The `count` requests at the front, or all if there are fewer."""
         return list(islice(self, count))
