@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["ChatTemplate", "find_chat_template"]
 
 MAX_TEMPLATE_CHARACTERS: Final = 1 << 18  # ten times the largest in use
-BASE_WORK: Final = 2_000_000
+BASE_WORK: Final = 1_000_000
 WORK_PER_INPUT_CHARACTER: Final = 64
 MAX_SECONDS: Final = 5.0
 
@@ -27,7 +27,7 @@ MAX_SECONDS: Final = 5.0
 class ChatTemplate:
     """A chat template, compiled when first rendered.
 
-    Bounds: a source of at most 262,144 characters; work of at most 2,000,000 units plus 64 for each
+    Bounds: a source of at most 262,144 characters; work of at most 1,000,000 units plus 64 for each
     character of the messages, where a unit is one loop iteration, call or operator, or one
     character or list entry that any of them makes; 5 seconds. Exceeding one raises
     `ChatTemplateError`.

@@ -121,6 +121,14 @@ def _are_sizes(value: object) -> bool:
     )
 
 
+def _is_plain_name(shard: object) -> bool:
+    return (
+        isinstance(shard, str)
+        and shard.endswith(".safetensors")
+        and not any(separator in shard for separator in "/\\\0")
+    )
+
+
 def read_safetensors_folder(folder: Path) -> Mapping[str, TensorInfo]:
     """Read the headers of a checkpoint: the index decides which files count, strays are ignored.
 
@@ -143,7 +151,7 @@ def read_safetensors_folder(folder: Path) -> Mapping[str, TensorInfo]:
         raise ModelFormatError(f"{index_path}: weight_map is missing or empty")
     shards: dict[str, dict[str, TensorInfo]] = {}
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard or shard != Path(shard).name or "\\" in shard:
+        if not _is_plain_name(shard):
             raise ModelFormatError(
                 f"{index_path}: tensor {name!r} is said to be in {shard!r}, "
                 "which is not a plain file name in this folder"

@@ -115,6 +115,8 @@ def _from_hub(text: str, revision: str | None) -> Path:
 
 
 def _open_file(path: Path) -> ModelSource:
+    if not path.is_file():
+        raise ModelFormatError(f"{path}: not a regular file; weights are read at offsets in it")
     if path.suffix.lower() in _PICKLES:
         raise ModelFormatError(
             f"{path}: pickled weights are refused, because loading a pickle can run any code in "

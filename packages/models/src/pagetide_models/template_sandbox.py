@@ -18,7 +18,7 @@ import html
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any, Final
 
@@ -42,7 +42,7 @@ _FILTERS: Final = (
     "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "reverse",
     "select", "selectattr", "sort", "string", "title", "trim", "unique", "upper",
 )  # fmt: skip
-_FORBIDDEN_METHODS: Final = frozenset({"translate", "expandtabs", "format_map", "encode"})
+_FORBIDDEN_METHODS: Final = frozenset({"translate", "expandtabs", "encode"})
 _MAX_INTEGER_BITS: Final = 4096
 _MAX_FORMAT_WIDTH: Final = 1000
 _WIDE_FORMAT: Final = re.compile(r"\d{4,}|\*|\{[^{}]*\{")
@@ -222,7 +222,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         budget.charge()
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, (str, bytes)):
-            __self._charge_method(owner, name, args, kwargs)
+            __self._charge_method(owner, name, args)
             if name == "join" and args:
                 args = (list(args[0]),)
                 budget.charge(budget.measure(args[0])[0] + len(owner) * len(args[0]))
@@ -230,17 +230,25 @@ class _Environment(ImmutableSandboxedEnvironment):
             args = (_Counted(args[0], budget), *args[1:])
         return budget.charge_value(super().call(__context, __obj, *args, **kwargs))
 
-    def _charge_method(
-        self, owner: str | bytes, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
+    def _charge_method(self, owner: str | bytes, name: str, args: tuple[Any, ...]) -> None:
         if name in _FORBIDDEN_METHODS:
             raise jinja2.TemplateError(f"the string method {name} is not available in templates")
         if name in ("center", "ljust", "rjust", "zfill") and args and isinstance(args[0], int):
             self.budget.charge(max(args[0], 0))
         elif name == "replace" and len(args) >= 2:
             self._charge_replace(owner, args[0], args[1])
-        elif name == "format" and isinstance(owner, str):
-            self._charge_format(owner, owner.count("{"), [*args, *kwargs.values()])
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        inner = super().wrap_str_format(value)
+        if inner is None:
+            return None
+        text: str = value.__self__
+
+        def formatted(*args: Any, **kwargs: Any) -> str:
+            self._charge_format(text, text.count("{"), [*args, *kwargs.values()])
+            return inner(*args, **kwargs)
+
+        return formatted
 
     def _charge_format(self, text: str, num_fields: int, values: object) -> None:
         if _WIDE_FORMAT.search(text):
