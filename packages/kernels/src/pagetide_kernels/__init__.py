@@ -10,6 +10,8 @@ from pagetide_kernels.backends import (
 from pagetide_kernels.errors import KernelError, UnsupportedError
 from pagetide_kernels.metadata import AttentionBounds, AttentionMetadata, AttentionShape
 from pagetide_kernels.ops import copy_blocks, paged_attention, store_kv
+from pagetide_kernels.philox import philox_uniform
+from pagetide_kernels.sampling import greedy, sample
 from pagetide_kernels.small_ops import (
     add_rms_norm,
     gelu_tanh,
@@ -32,10 +34,13 @@ __all__ = [
     "available_backends",
     "copy_blocks",
     "gelu_tanh",
+    "greedy",
     "layer_norm",
     "paged_attention",
+    "philox_uniform",
     "rms_norm",
     "rotary",
+    "sample",
     "select_backend",
     "silu_and_mul",
     "store_kv",

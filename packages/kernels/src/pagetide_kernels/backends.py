@@ -33,6 +33,8 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
+    is_exact: ClassVar[bool] = True
+    """Whether a token's bits depend on its own ``query_len`` and ``seq_len`` alone."""
 
     @abstractmethod
     def unsupported_reason(self, shape: AttentionShape | None, device: torch.device) -> str | None:
@@ -173,25 +175,26 @@ def select_backend(
         UnsupportedError: it cannot serve this shape on this device; names those that can.
     """
     device = torch.device(device)
-    if name != "auto" and name not in _TABLE:
-        raise ValueError(f"no back end is called {name!r}: use one of auto, {', '.join(_TABLE)}")
-    reasons = {other: _unsupported_reason(other, shape, device) for other in _TABLE}
-    able = [other for other, reason in reasons.items() if reason is None]
     if name == "auto":
-        chosen = [other for other in able if device.type in _TABLE[other].auto_device_types]
-        if not chosen:
-            detail = "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
-            raise UnsupportedError(f"no back end serves {shape} on {device} ({detail})")
-        name = chosen[0]
-    elif name not in able:
-        raise UnsupportedError(
-            f"back end {name!r} cannot serve {shape} on {device}: {reasons[name]}; "
-            f"use {' or '.join(able) if able else 'another device'}"
-        )
-    backend = _load(name)
-    if isinstance(backend, str):
-        raise UnsupportedError(f"back end {name!r} went away: {backend}")
-    return backend
+        candidates = [other for other in _TABLE if device.type in _TABLE[other].auto_device_types]
+    elif name in _TABLE:
+        candidates = [name]
+    else:
+        raise ValueError(f"no back end is called {name!r}: use one of auto, {', '.join(_TABLE)}")
+    reasons = []
+    for candidate in candidates:
+        backend = _load(candidate)
+        if isinstance(backend, str):
+            reasons.append(f"{candidate}: {backend}")
+        elif reason := backend.unsupported_reason(shape, device):
+            reasons.append(f"{candidate}: {reason}")
+        else:
+            return backend
+    able = [other for other in _TABLE if _unsupported_reason(other, shape, device) is None]
+    raise UnsupportedError(
+        f"back end {name!r} cannot serve {shape} on {device} ({'; '.join(reasons)}); "
+        f"use {' or '.join(able) if able else 'another device'}"
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -24,6 +24,7 @@ class CpuBackend(AttentionBackend):
     """Gathered blocks and dense products on the CPU."""
 
     name = "cpu"
+    is_exact = False
 
     def unsupported_reason(self, shape: AttentionShape | None, device: torch.device) -> str | None:
         """Any shape, on the CPU."""
