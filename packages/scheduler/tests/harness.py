@@ -86,6 +86,7 @@ class Engine:
         self.num_steps = 0
         self.num_preemptions = 0
         self.was_exhausted = False
+        self.num_promised_steps = 0
         self.plans: list[StepPlan] = []
         self.keeps_plans = False
 
@@ -130,7 +131,9 @@ class Engine:
         plan = self.scheduler.schedule()
         self.scheduler.verify()
         self._note_exhaustion()
-        assert all(r.num_skips <= self.config.max_skips for r in self.requests.values())
+        self._check_promise()
+        if self.config.admission != "reserve":  # there a promised step bounds the wait
+            assert all(r.num_skips <= self.config.max_skips for r in self.requests.values())
         if plan.is_empty:
             assert self.pending or not self.scheduler.has_unfinished, "a step without progress"
             return False
@@ -182,6 +185,16 @@ class Engine:
             assert output.request_id not in self.outputs
             self.outputs[output.request_id] = output
             self.num_preemptions += output.num_preemptions
+
+    def _check_promise(self) -> None:
+        """The head starts no later than its reservation, unless that was made void."""
+        policy = self.scheduler._policy
+        reservation = getattr(policy, "reservation", None)
+        if reservation is None or policy._is_void:
+            return
+        if reservation.request.state is RequestState.WAITING:
+            self.num_promised_steps += 1
+            assert self.scheduler._state.progress.num_updates < reservation.due
 
     def _note_exhaustion(self) -> None:
         available = self.blocks.num_available_blocks

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from pagetide_scheduler.config import SchedulerConfig
 from pagetide_scheduler.request import Request
 from pagetide_scheduler.waiting import WaitingQueue
 
@@ -23,20 +23,45 @@ class Outcome(enum.Enum):
 Attempt = Callable[[Request], Outcome]
 
 
-class AdmissionPolicy(Protocol):
+@dataclass(frozen=True, slots=True)
+class Backfill:
+    """A later request that runs while a reservation stands.
+
+    Attributes:
+        request: It.
+        num_blocks: Blocks it needs at most.
+        tokens_a_step: Budget it surely gets each step, so that it ends in time; None if it may
+            stay beyond the reservation, and then takes what is left.
+    """
+
+    request: Request
+    num_blocks: int
+    tokens_a_step: int | None
+
+
+NO_BACKFILLS: Mapping[str, Backfill] = {}
+
+
+class AdmissionPolicy(ABC):
     """Decides whom to try; `attempt` decides whether there is room, and takes it."""
 
+    @property
+    def backfills(self) -> Mapping[str, Backfill]:
+        """Running requests that get only the budget which the others leave, by id."""
+        return NO_BACKFILLS
+
+    @abstractmethod
     def admit(self, waiting: WaitingQueue, step_id: int, attempt: Attempt) -> list[Request]:
         """Tries requests; returns those that a later one passed in this step."""
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: Request) -> None:  # noqa: B027 - most policies remember nothing
         """Drops what is remembered about a request that has ended."""
 
-    def void(self) -> None:
+    def void(self) -> None:  # noqa: B027 - most policies promise nothing
         """Hears that a running request lost its blocks, or that a step failed."""
 
 
-class FirstComeFirstServed:
+class FirstComeFirstServed(AdmissionPolicy):
     """Stops at the first request that does not get in."""
 
     def admit(self, waiting: WaitingQueue, step_id: int, attempt: Attempt) -> list[Request]:
@@ -44,14 +69,8 @@ class FirstComeFirstServed:
             pass
         return []
 
-    def forget(self, request: Request) -> None:
-        """Nothing is remembered."""
 
-    def void(self) -> None:
-        """Nothing was promised."""
-
-
-class LookAhead:
+class LookAhead(AdmissionPolicy):
     """Looks a bounded number of requests past those that do not fit, and admits whichever do.
 
     A request that later ones passed `max_skips` times, or that stood `max_wait_steps` steps at the
@@ -96,13 +115,3 @@ class LookAhead:
     def forget(self, request: Request) -> None:
         if request is self._head:
             self._head = None
-
-    def void(self) -> None:
-        """Nothing was promised."""
-
-
-def make_policy(config: SchedulerConfig) -> AdmissionPolicy:
-    """The policy that `config.admission` names."""
-    if config.admission == "fcfs":
-        return FirstComeFirstServed()
-    return LookAhead(config.lookahead, config.max_skips, config.max_wait_steps)

@@ -28,6 +28,23 @@ class Chunk:
         return self.start + self.num_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Running requests' part of a step.
+
+    Attributes:
+        decode: Requests with one token left to compute; each samples its next one.
+        chunks: The others' next tokens.
+    """
+
+    decode: Batch
+    chunks: list[Chunk]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode) + sum(chunk.num_tokens for chunk in self.chunks)
+
+
 @dataclass(slots=True)
 class PlanDraft:
     """What the next plan holds so far.
@@ -49,6 +66,18 @@ class PlanDraft:
     table_rows: list[int] = field(default_factory=list)
     table_indices: list[int] = field(default_factory=list)
     table_blocks: list[int] = field(default_factory=list)
+
+    def take(self, shares: Shares) -> None:
+        """Adds the tokens of running requests."""
+        self.decode = self.decode + shares.decode if len(self.decode) else shares.decode
+        self.chunks += shares.chunks
+        self.budget -= shares.num_tokens
+
+    def drop_preempted(self) -> None:
+        """Leaves out the requests that no longer run."""
+        stayed = [request.row is not None for request in self.decode.requests]
+        self.decode = self.decode.take(np.flatnonzero(stayed))
+        self.chunks = [chunk for chunk in self.chunks if chunk.request.row is not None]
 
     def change_tables(self, rows: list[int], indices: list[int], blocks: tuple[int, ...]) -> None:
         """Notes `block_tables[row, index] = block` for each triple."""

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import numpy as np
 
-from pagetide_scheduler.assembly import Chunk
+from pagetide_scheduler.admission import Backfill
+from pagetide_scheduler.assembly import Chunk, Shares
 from pagetide_scheduler.columns import RunningColumns
 from pagetide_scheduler.plan import Batch
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Who computes in the next step.
-
-    Attributes:
-        decode: Requests with one token left to compute; each samples its next one. Oldest first.
-        chunks: The others' next tokens.
-    """
-
-    decode: Batch
-    chunks: list[Chunk]
+from pagetide_scheduler.request import Request
 
 
 def share_budget(
@@ -50,3 +39,28 @@ def share_budget(
         chunks.append(Chunk(request, request.num_computed_tokens, count))
         budget -= count
     return Shares(batch.take(np.asarray(decode)), chunks)
+
+
+def share_backfill(columns: RunningColumns, backfills: Iterable[Backfill], budget: int) -> Shares:
+    """Requests admitted past a reservation get only what the others leave, less one token.
+
+    Those that must end in time come first and never get more than they were promised, so that each
+    gets that much. The token is the head's, whose turn may come in this step.
+    """
+    budget -= 1
+    decode: list[Request] = []
+    chunks: list[Chunk] = []
+    for backfill in sorted(backfills, key=lambda b: b.tokens_a_step is None):
+        request = backfill.request
+        total = request.num_tokens + request.num_inflight_tokens
+        left = total - request.num_computed_tokens
+        if budget <= 0 or total >= request.limit.num_tokens:
+            continue
+        if left == 1:
+            decode.append(request)
+            budget -= 1
+        else:
+            count = min(left, budget, backfill.tokens_a_step or left)
+            chunks.append(Chunk(request, request.num_computed_tokens, count))
+            budget -= count
+    return Shares(Batch.of(tuple(decode)), chunks)

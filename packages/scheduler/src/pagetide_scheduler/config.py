@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-AdmissionName = Literal["fcfs", "lookahead"]
+AdmissionName = Literal["fcfs", "lookahead", "reserve"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,8 @@ class SchedulerConfig:
         max_chunk_tokens: Tokens of one prompt a step computes at most, so that a long prompt
             leaves budget for the first tokens of others; None leaves only the step's budget.
         admission: Whom to admit: `fcfs` stops at the first request that does not fit; `lookahead`
-            looks past it and admits whichever fit, within the three limits below.
+            looks past it and admits whichever fit, within the three limits below; `reserve`
+            promises it a step and admits only whoever does not delay that.
         lookahead: Requests that do not fit and may be looked past in one step.
         max_skips: Times a request may be passed by later ones before nothing passes it any more.
         max_wait_steps: Steps a request may stand at the head before nothing passes it any more.
@@ -46,6 +47,11 @@ class SchedulerConfig:
     watermark: float = 0.01
     priority_steps: int = 256
     vocab_size: int | None = None
+
+    @property
+    def chunk_limit(self) -> int:
+        """Tokens of one prompt a step computes at most."""
+        return self.max_chunk_tokens or self.max_num_batched_tokens
 
     def __post_init__(self) -> None:
         counts = ["max_model_len", "max_num_seqs", "max_num_batched_tokens", "priority_steps"]

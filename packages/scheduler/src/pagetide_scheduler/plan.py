@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,6 +53,11 @@ class Batch:
             self.rows[indices],
             self.row_column[indices],
         )
+
+    def without(self, request_ids: Container[str]) -> Batch:
+        """The others, in the same order."""
+        chosen = [i for i, name in enumerate(self.request_ids) if name not in request_ids]
+        return self.take(np.array(chosen, np.int64))
 
     def __add__(self, other: Batch) -> Batch:
         if not other.requests:

@@ -42,7 +42,7 @@ def grow_tables(state: SchedulerState, draft: PlanDraft, decode: Batch) -> bool:
 
 def _grow_one_by_one(state: SchedulerState, draft: PlanDraft, growing: list[Request]) -> bool:
     has_preempted = False
-    for request in growing:
+    for request in sorted(growing, key=lambda request: request.order):
         while request.row is not None and not _grow(state, draft, request):
             # Everybody younger is still unserved; if nobody is, the request itself makes room.
             younger = state.running.younger_than(request)

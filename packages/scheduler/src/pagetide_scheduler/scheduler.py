@@ -11,11 +11,11 @@ from functools import partial
 import numpy as np
 
 from pagetide_kvcache import BlockManager
-from pagetide_scheduler.admission import Outcome, make_policy
+from pagetide_scheduler.admission import Outcome
 from pagetide_scheduler.arrival import make_key, read_prompt, set_limit
 from pagetide_scheduler.assembly import EMPTY, Chunk, PlanDraft
 from pagetide_scheduler.blocks import take_blocks
-from pagetide_scheduler.budget import share_budget
+from pagetide_scheduler.budget import share_backfill, share_budget
 from pagetide_scheduler.columns import RunningColumns
 from pagetide_scheduler.config import SchedulerConfig
 from pagetide_scheduler.ending import make_output
@@ -30,11 +30,12 @@ from pagetide_scheduler.plan import (
     StepPlan,
     StepResult,
 )
+from pagetide_scheduler.policies import make_policy
 from pagetide_scheduler.preemption import grow_tables
 from pagetide_scheduler.recovery import Recovery
 from pagetide_scheduler.request import FinishReason, Request
 from pagetide_scheduler.running import RunningSet
-from pagetide_scheduler.state import SchedulerState
+from pagetide_scheduler.state import Progress, SchedulerState
 from pagetide_scheduler.stop_tokens import StopTokens
 from pagetide_scheduler.verification import verify_scheduler
 from pagetide_scheduler.waiting import WaitingQueue
@@ -74,16 +75,15 @@ class Scheduler:
             running=RunningSet(),
             waiting=WaitingQueue(),
             plans=deque(),
+            progress=Progress(),
         )
         self._clock = clock
         self._eos_token_ids = frozenset(eos_token_ids)
         self._stop_tokens = StopTokens()
         self._recovery = Recovery(self._state)
-        self._policy = make_policy(config)
-        self._max_chunk_tokens = config.max_chunk_tokens or config.max_num_batched_tokens
+        self._policy = make_policy(self._state)
         self._random = random.Random()  # seeded by the operating system
         self._num_added = 0
-        self._next_step_id = 1
 
     # ---- requests come and go -------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Scheduler:
             key=make_key(params.seed, self._random),
             limit=set_limit(request_id, len(tokens), params, config, pool_tokens),
             priority=priority,
-            order=(self._next_step_id - priority * config.priority_steps, self._num_added),
+            order=(state.progress.next_step_id - priority * config.priority_steps, self._num_added),
             arrival_time=self._clock(),
             tokens=tokens,
             stop_token_ids=stop_token_ids,
@@ -182,12 +182,18 @@ class Scheduler:
         if request is None or request.row is None:
             return False
         self._state.send_back(request)
+        self._policy.void()
         return True
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request has not ended."""
         return bool(self._state.requests)
+
+    @property
+    def unfinished_ids(self) -> tuple[str, ...]:
+        """Ids of the requests that have not ended, oldest first."""
+        return tuple(self._state.requests)
 
     @property
     def num_running(self) -> int:
@@ -208,7 +214,7 @@ class Scheduler:
         """Plans the next step: the running requests first, then whoever waits and fits."""
         state = self._state
         state.blocks.start_plan()
-        draft = PlanDraft(self._next_step_id, state.config.max_num_batched_tokens)
+        draft = PlanDraft(state.progress.next_step_id, state.config.max_num_batched_tokens)
         suspect = self._recovery.suspect
         if suspect is not None:
             self._plan_suspect(draft, suspect)
@@ -216,7 +222,8 @@ class Scheduler:
             self._policy.admit(state.waiting, draft.step_id, partial(self._try_admit, draft))
         plan = draft.assemble(state.columns)
         if not plan.is_empty:
-            self._next_step_id += 1
+            state.progress.next_step_id += 1
+            state.progress.max_in_flight = max(state.progress.max_in_flight, len(state.plans))
             state.plans.append(plan)
         return plan
 
@@ -260,6 +267,7 @@ class Scheduler:
             PlanOrderError: The plan is not in flight.
         """
         culprit = self._recovery.restart(plan)
+        self._policy.void()
         if culprit is None:
             return StepOutput((), EMPTY, ())
         return StepOutput((), EMPTY, (self._end(culprit, FinishReason.ERROR, error=error),))
@@ -277,14 +285,16 @@ class Scheduler:
     def _serve(self, draft: PlanDraft, batch: Batch) -> bool:
         """Plans the running requests of `batch`; returns whether anybody had to leave."""
         state = self._state
-        shares = share_budget(state.columns, batch, draft.budget, self._max_chunk_tokens)
-        draft.decode, draft.chunks = shares.decode, shares.chunks
-        has_preempted = grow_tables(state, draft, shares.decode)
+        backfills = self._policy.backfills
+        if backfills:
+            batch = batch.without(backfills)
+        draft.take(share_budget(state.columns, batch, draft.budget, state.config.chunk_limit))
+        if backfills:
+            draft.take(share_backfill(state.columns, backfills.values(), draft.budget))
+        has_preempted = grow_tables(state, draft, draft.decode)
         if has_preempted:
-            stayed = [r.row is not None for r in draft.decode.requests]
-            draft.decode = draft.decode.take(np.flatnonzero(stayed))
-            draft.chunks = [chunk for chunk in draft.chunks if chunk.request.row is not None]
-        draft.budget -= len(draft.decode) + sum(chunk.num_tokens for chunk in draft.chunks)
+            self._policy.void()
+            draft.drop_preempted()
         return has_preempted
 
     def _try_admit(self, draft: PlanDraft, request: Request) -> Outcome:
@@ -305,7 +315,7 @@ class Scheduler:
         if request.admitted_time is None:
             request.admitted_time = self._clock()
             request.num_cached_tokens = num_cached
-        num_tokens = min(len(request.tokens) - num_cached, draft.budget, self._max_chunk_tokens)
+        num_tokens = min(len(request.tokens) - num_cached, draft.budget, state.config.chunk_limit)
         draft.new.append(request)
         draft.chunks.append(Chunk(request, num_cached, num_tokens))
         draft.change_tables([row] * len(block_ids), list(range(len(block_ids))), block_ids)
@@ -335,6 +345,7 @@ class Scheduler:
         if len(odd) and not {error.sample for error in result.errors}.issuperset(odd.tolist()):
             raise ValueError("num_tokens must be 1 for every sample: no drafts were planned")
         plans.popleft()
+        self._state.progress.num_updates += 1
 
     def _commit_full_blocks(self, plan: StepPlan, are_held: Mask) -> None:
         """Makes blocks findable that this plan filled, for requests that still hold their rows."""

@@ -14,6 +14,21 @@ from pagetide_scheduler.running import RunningSet
 from pagetide_scheduler.waiting import WaitingQueue
 
 
+@dataclass(slots=True)
+class Progress:
+    """Counts of what has happened.
+
+    Attributes:
+        next_step_id: Number of the next plan that is not empty.
+        num_updates: Results read.
+        max_in_flight: Plans in flight at most when another was made.
+    """
+
+    next_step_id: int = 1
+    num_updates: int = 0
+    max_in_flight: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerState:
     """The scheduler's books; the reference is fixed, the contents change.
@@ -32,11 +47,16 @@ class SchedulerState:
     running: RunningSet
     waiting: WaitingQueue
     plans: deque[StepPlan]
+    progress: Progress
 
     @property
     def num_watermark_blocks(self) -> int:
         """Blocks that admission leaves free while others run."""
         return int(self.config.watermark * self.blocks.total_blocks)
+
+    def most_blocks(self, request: Request) -> int:
+        """Blocks that `request` ever needs at most: its last token needs no slot."""
+        return -(-(request.limit.num_tokens - 1) // self.blocks.block_size)
 
     def is_in_flight(self, request: Request) -> bool:
         """Whether a plan that names this waiting request has not been read yet."""

@@ -1,0 +1,83 @@
+"""When the running requests will have ended at the latest, and what they need until then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagetide_scheduler.plan import Batch, Int64Column, Mask
+from pagetide_scheduler.state import SchedulerState
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The worst case: nobody stops before its limit.
+
+    Time is counted in updates from now: an update reads one plan, and the plans in flight come
+    first.
+
+    Attributes:
+        batch: The running requests.
+        ends: Updates until each has surely ended. int64 [N]
+        busy_until: Updates until a step surely leaves budget for somebody else.
+        num_in_flight: Plans in flight now.
+        max_ahead: Plans in flight at most while another is made, as far as was seen.
+    """
+
+    batch: Batch
+    ends: Int64Column
+    busy_until: int
+    num_in_flight: int
+    max_ahead: int
+
+
+def forecast(state: SchedulerState) -> Forecast:
+    """Runs the budget's rule on the running requests alone until everybody decodes.
+
+    From there each gets a token a step, so the rest needs no simulation.
+    """
+    columns, batch, config = state.columns, state.running.batch, state.config
+    rows = batch.rows
+    total = columns.num_tokens[rows] + columns.num_inflight_tokens[rows]
+    left = total - columns.num_computed_tokens[rows]
+    to_sample = columns.limits[rows] - total
+    in_flight = len(state.plans)
+    plan_ids = np.array([plan.step_id for plan in state.plans], np.int64)
+    ends = plan_ids.searchsorted(columns.last_steps[rows], side="right")
+
+    step = 0
+    while True:
+        is_active = to_sample > 0
+        decoding = (is_active & (left == 1)).nonzero()[0]
+        prefilling = (is_active & (left > 1)).nonzero()[0]
+        if not len(prefilling) and len(decoding) < config.max_num_batched_tokens:
+            break
+        step += 1
+        served = decoding[: config.max_num_batched_tokens]
+        to_sample[served] -= 1
+        budget = config.max_num_batched_tokens - len(served)
+        for index in prefilling.tolist():
+            count = min(int(left[index]), budget, config.chunk_limit)
+            left[index] -= count
+            budget -= count
+            if not left[index]:
+                left[index] = 1
+                to_sample[index] -= 1
+        ends[is_active] = in_flight + step
+    ends += to_sample
+    ends[to_sample > 0] = in_flight + step + to_sample[to_sample > 0]
+    max_ahead = max(in_flight, state.progress.max_in_flight)
+    return Forecast(batch, ends, in_flight + step if step else 0, in_flight, max_ahead)
+
+
+def worst_growth(state: SchedulerState, future: Forecast, is_alive: Mask, updates: int) -> int:
+    """Blocks that the requests in `is_alive` may take until `updates` from now, at most."""
+    columns, rows = state.columns, future.batch.rows[is_alive]
+    # Those read by then, those in flight then, and the one that is being made: it grows first.
+    num_plans = max(0, updates - future.num_in_flight) + future.max_ahead + 1
+    total = columns.num_tokens[rows] + columns.num_inflight_tokens[rows]
+    most = np.minimum(columns.limits[rows] - 1, total - 1 + num_plans)
+    new_blocks = np.maximum(0, -(-most // columns.block_size) * columns.block_size)
+    new_blocks = np.maximum(0, new_blocks - columns.capacities[rows]) // columns.block_size
+    return int(new_blocks.sum()) + int(columns.is_open_shared[rows].sum())
