@@ -12,14 +12,20 @@ import numpy as np
 
 from pagetide_kvcache import BlockManager
 from pagetide_scheduler.admission import Outcome
-from pagetide_scheduler.arrival import make_key, read_prompt, set_limit
+from pagetide_scheduler.arrival import (
+    check_names,
+    make_key,
+    read_prompt,
+    set_limit,
+    stop_token_ids,
+)
 from pagetide_scheduler.assembly import EMPTY, Chunk, PlanDraft
 from pagetide_scheduler.blocks import take_blocks
 from pagetide_scheduler.budget import share_backfill, share_budget
 from pagetide_scheduler.columns import RunningColumns
 from pagetide_scheduler.config import SchedulerConfig
 from pagetide_scheduler.ending import make_output
-from pagetide_scheduler.errors import PlanOrderError, RequestRefusedError
+from pagetide_scheduler.errors import PlanOrderError
 from pagetide_scheduler.params import SamplingParams
 from pagetide_scheduler.plan import (
     Batch,
@@ -35,6 +41,7 @@ from pagetide_scheduler.preemption import grow_tables
 from pagetide_scheduler.recovery import Recovery
 from pagetide_scheduler.request import FinishReason, Request
 from pagetide_scheduler.running import RunningSet
+from pagetide_scheduler.samples import follow, fork_samples, hand_over
 from pagetide_scheduler.state import Progress, SchedulerState
 from pagetide_scheduler.stop_tokens import StopTokens
 from pagetide_scheduler.verification import verify_scheduler
@@ -74,6 +81,7 @@ class Scheduler:
             requests={},
             running=RunningSet(),
             waiting=WaitingQueue(),
+            leaders={},
             plans=deque(),
             progress=Progress(),
         )
@@ -108,32 +116,64 @@ class Scheduler:
             RequestRefusedError: The prompt is empty, a token id is outside the vocabulary, or the
                 id is taken.
         """
-        config, state = self._state.config, self._state
-        if request_id in state.requests:
-            raise RequestRefusedError(request_id, "an unfinished request has this id")
-        tokens = read_prompt(request_id, prompt_token_ids, config.vocab_size)
-        pool_tokens = state.blocks.total_blocks * state.blocks.block_size
-        stop_token_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_token_ids |= self._eos_token_ids
-        request = Request(
-            request_id=request_id,
-            num_prompt_tokens=len(tokens),
-            params=params,
-            key=make_key(params.seed, self._random),
-            limit=set_limit(request_id, len(tokens), params, config, pool_tokens),
-            priority=priority,
-            order=(state.progress.next_step_id - priority * config.priority_steps, self._num_added),
-            arrival_time=self._clock(),
-            tokens=tokens,
-            stop_token_ids=stop_token_ids,
-            columns=state.columns,
-        )
-        self._num_added += 1
-        self._stop_tokens.include(stop_token_ids)
-        state.requests[request_id] = request
-        state.waiting.add(request)
+        (request,) = self.add_samples((request_id,), prompt_token_ids, (params,), priority=priority)
         return request
+
+    def add_samples(
+        self,
+        request_ids: Sequence[str],
+        prompt_token_ids: Sequence[int],
+        params: Sequence[SamplingParams],
+        *,
+        priority: int = 0,
+    ) -> tuple[Request, ...]:
+        """Takes several samples of one prompt, each a request of its own.
+
+        The prompt is computed once; the samples share its blocks and copy the open one only when
+        they part. Give them different seeds, or none.
+
+        Args:
+            request_ids: A name a sample, that no unfinished request has.
+            prompt_token_ids: The prompt, at least one token.
+            params: How each is sampled and when it stops.
+            priority: As for `add`.
+
+        Raises:
+            RequestTooLargeError: The prompt and one more token exceed the pool or the context.
+            RequestRefusedError: The prompt is empty, a token id is outside the vocabulary, an id
+                is taken, or there are more samples than may run at once. No sample was added.
+        """
+        state, now = self._state, self._clock()
+        check_names(request_ids, state)
+        tokens = read_prompt(request_ids[0], prompt_token_ids, state.config.vocab_size)
+        samples = []
+        for request_id, wishes in zip(request_ids, params, strict=True):
+            number = self._num_added + len(samples)
+            request = Request(
+                request_id=request_id,
+                num_prompt_tokens=len(tokens),
+                params=wishes,
+                key=make_key(wishes.seed, self._random),
+                limit=set_limit(request_id, len(tokens), wishes, state),
+                priority=priority,
+                order=(
+                    state.progress.next_step_id - priority * state.config.priority_steps,
+                    number,
+                ),
+                arrival_time=now,
+                tokens=tokens[:],
+                stop_token_ids=stop_token_ids(wishes, self._eos_token_ids),
+                columns=state.columns,
+                queue_key=number,
+            )
+            samples.append(request)
+        self._num_added += len(samples)
+        for request in samples:
+            self._stop_tokens.include(request.stop_token_ids)
+            state.requests[request.request_id] = request
+        follow(samples[0], samples[1:])
+        state.waiting.add(samples[0])
+        return tuple(samples)
 
     def finish(
         self,
@@ -220,6 +260,8 @@ class Scheduler:
             self._plan_suspect(draft, suspect)
         elif not self._serve(draft, state.running.batch):
             self._policy.admit(state.waiting, draft.step_id, partial(self._try_admit, draft))
+        if state.leaders:
+            fork_samples(state, draft, self._clock())
         plan = draft.assemble(state.columns)
         if not plan.is_empty:
             state.progress.next_step_id += 1
@@ -300,8 +342,11 @@ class Scheduler:
     def _try_admit(self, draft: PlanDraft, request: Request) -> Outcome:
         """Gives `request` a row, blocks for all it knows and a part of the plan, if it can."""
         state = self._state
-        if not draft.budget or not state.columns.free_rows:
+        num_rows = len(state.columns.free_rows) - state.num_followers
+        if not draft.budget or num_rows < 1:
             return Outcome.FULL
+        if num_rows < 1 + len(request.followers):
+            return Outcome.NO_ROOM
         if state.is_in_flight(request):
             return Outcome.IN_FLIGHT
         admission = take_blocks(state, request)
@@ -312,6 +357,8 @@ class Scheduler:
         block_ids, num_cached = admission.block_ids, admission.num_cached_tokens
         row = state.columns.enter(request, draft.step_id, num_cached, len(block_ids))
         state.running.add(request)
+        if request.followers:
+            state.leaders[request.request_id] = request
         if request.admitted_time is None:
             request.admitted_time = self._clock()
             request.num_cached_tokens = num_cached
@@ -423,7 +470,11 @@ class Scheduler:
         keep_tokens: int | None = None,
     ) -> RequestOutput:
         state = self._state
-        if request.row is not None:
+        if request.followers:
+            hand_over(state, request)
+        elif request.leader is not None:
+            request.leader.followers.remove(request)
+        elif request.row is not None:
             state.release(request)
         else:
             state.waiting.remove(request)

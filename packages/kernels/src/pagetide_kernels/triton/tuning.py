@@ -1,0 +1,74 @@
+"""Tile sizes, warps and stages: one static choice a shape.
+
+The tile along the keys and the cut into leaves are part of the arithmetic (exactness level 1), so
+nothing here may depend on a batch. What was measured stands in `docs/design/paged-attention.md`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from pagetide_kernels.metadata import AttentionShape
+
+__all__ = ["Tuning", "tuning_for"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Attributes:
+    dim: `head_dim` rounded up to a power of two, the width of a tile.
+    tile: keys of a decode tile.
+    leaves: most leaves of a sequence.
+    min_leaf_tiles: fewest tiles of a leaf.
+    decode_rows: rows of a decode tile: query heads of the group times query tokens.
+    decode_warps: warps of a decode program.
+    decode_stages: tiles in flight in its loop.
+    decode_registers: cap on a thread's registers, so that more programs fit; None: no cap.
+    programs_an_sm: decode programs that a multiprocessor is given when there is enough to do.
+    prefill_rows: rows of a prefill tile.
+    prefill_tile: keys of a prefill tile.
+    prefill_warps: warps of a prefill program.
+    prefill_stages: tiles in flight in its loop.
+    """
+
+    dim: int
+    tile: int = 128
+    leaves: int = 16
+    min_leaf_tiles: int = 1
+    decode_rows: int = 16
+    decode_warps: int = 4
+    decode_stages: int = 3
+    programs_an_sm: int = 4
+    decode_registers: int | None = None
+    prefill_rows: int = 128
+    prefill_tile: int = 64
+    prefill_warps: int = 4
+    prefill_stages: int = 3
+
+
+def tuning_for(shape: AttentionShape) -> Tuning:
+    """The choice for a model's shape."""
+    dim = max(32, triton.next_power_of_2(shape.head_dim))
+    rows = max(16, triton.next_power_of_2(shape.group_size))
+    if shape.query_dtype == torch.float32:
+        # No tensor cores: the products are unrolled into registers, so tiles stay small.
+        return Tuning(
+            dim, tile=32, min_leaf_tiles=4, decode_rows=rows, decode_stages=1, programs_an_sm=2,
+            prefill_rows=max(32, rows), prefill_tile=32, prefill_warps=4, prefill_stages=1,
+        )  # fmt: skip
+    if dim >= 256:
+        return Tuning(
+            dim, tile=64, min_leaf_tiles=2, decode_rows=rows, decode_stages=2, programs_an_sm=2,
+            prefill_rows=max(64, rows), prefill_tile=32, prefill_warps=4, prefill_stages=2,
+        )  # fmt: skip
+    if dim == 128:
+        return Tuning(
+            dim, tile=64, min_leaf_tiles=2, decode_rows=rows, decode_stages=3, programs_an_sm=3,
+            prefill_rows=max(128, rows), prefill_warps=8, prefill_stages=2,
+        )  # fmt: skip
+    return Tuning(
+        dim, decode_rows=rows, prefill_rows=max(128, rows), prefill_warps=4, prefill_stages=3
+    )

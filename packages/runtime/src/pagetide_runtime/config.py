@@ -1,0 +1,64 @@
+"""What a user may ask of an engine, validated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["EngineConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits and choices of one engine; everything has a default that works.
+
+    Attributes:
+        device: `"auto"` (CUDA where there is a usable card, else the CPU), or a torch device string.
+        dtype: the weights' and activations' dtype, or `"auto"` (`pagetide_models.load_model`).
+        kv_dtype: what keys and values are stored as, or `"auto"` (the model's dtype).
+        attention_backend: a name of `pagetide_kernels.available_backends()`, or `"auto"`.
+        block_size: tokens a KV block.
+        num_blocks: blocks of the pool; None sizes it from the device's memory (`memory.py`).
+        memory_fraction: the share of the device's free memory that the pool may take when
+            `num_blocks` is None.
+        max_model_len: tokens a request may reach, prompt included; None is the model's own limit.
+        max_num_seqs: requests that may run at once.
+        max_num_batched_tokens: the token budget of one step.
+        enable_prefix_cache: whether finished blocks may serve later requests.
+        max_plans_in_flight: how many steps may be planned before the first one's result is read:
+            0 waits for each step, 1 plans the next while the card computes.
+
+    Raises:
+        ValueError: a number is out of range; the message names it, its value and the remedy.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    attention_backend: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_fraction: float | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_prefix_cache: bool = True
+    max_plans_in_flight: int = 0
+
+    def __post_init__(self) -> None:
+        at_least_one = ("block_size", "max_num_seqs", "max_num_batched_tokens")
+        optional = ("num_blocks", "max_model_len")
+        for name in at_least_one + optional:
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+        if self.max_plans_in_flight not in (0, 1, 2):
+            raise ValueError(
+                f"max_plans_in_flight={self.max_plans_in_flight!r}: give 0, 1 or 2; "
+                "more would only delay the discovery of finished requests"
+            )
+        if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
+            raise ValueError(
+                f"memory_fraction={self.memory_fraction!r}: give a share above 0 and at most 1"
+            )

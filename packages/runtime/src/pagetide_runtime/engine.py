@@ -1,0 +1,149 @@
+"""The loop: plan, submit, update."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from pagetide_scheduler import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Scheduler,
+    StepOutput,
+    StepPlan,
+    StepResult,
+)
+
+from pagetide_runtime.errors import EngineDeadError
+
+__all__ = ["Engine", "Handle", "Runner"]
+
+_NO_NEWS = StepOutput((), np.empty(0, np.int32), ())
+
+
+class Handle(Protocol):
+    """A submitted step."""
+
+    def result(self) -> StepResult:
+        """Waits for the step; raises what the step raised."""
+
+
+class Runner(Protocol):
+    """Whatever runs plans in order; `ModelRunner`, or a toy in the tests."""
+
+    def submit(self, plan: StepPlan) -> Handle:
+        """Starts the plan."""
+
+    def is_usable(self) -> bool:
+        """Whether later plans can still succeed after one has raised."""
+
+
+class _Failed:
+    """The handle of a step that already raised while it was being submitted."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> StepResult:
+        raise self._error
+
+
+class Engine:
+    """Runs requests to their end: a `Scheduler` decides, a runner computes.
+
+    Args:
+        scheduler: holds every request.
+        runner: runs the plans.
+        max_plans_in_flight: steps that may be submitted before the oldest one's result is read.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, *, max_plans_in_flight: int = 0
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self._max_plans_in_flight = max_plans_in_flight
+        self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
+        self._death: Exception | None = None
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request has not ended yet, or any step's result is still to be read."""
+        return self.scheduler.has_unfinished or bool(self._in_flight)
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> Request:
+        """Queues a request.
+
+        Raises:
+            ValueError: the request can never fit, or its id is in use (`Scheduler.add`).
+            EngineDeadError: the device failed earlier and cannot be used again.
+        """
+        if self._death is not None:
+            raise EngineDeadError("the device failed; build a new engine") from self._death
+        return self.scheduler.add(request_id, prompt_token_ids, params)
+
+    def finish(
+        self, request_id: str, reason: FinishReason, *, keep_tokens: int | None = None
+    ) -> RequestOutput | None:
+        """Ends a request from outside: a stop string, an abort. None if it has ended already."""
+        return self.scheduler.finish(request_id, reason, keep_tokens)
+
+    def step(self) -> StepOutput:
+        """Plans a step, starts it, and takes in the oldest step that is due.
+
+        With plans in flight the output is that of an earlier step, and may be empty. A step that
+        raised ends no request by itself: the requests it concerns are computed again, each alone, and
+        only one that fails alone ends with `FinishReason.ERROR`.
+
+        Raises:
+            EngineDeadError: the device cannot be used any more; every request has been ended.
+        """
+        plan = self.scheduler.schedule()
+        self._submit(plan)
+        return self._take_oldest(is_due=plan.is_empty)
+
+    def _submit(self, plan: StepPlan) -> None:
+        if plan.is_empty:
+            return
+        try:
+            self._in_flight.append((plan, self.runner.submit(plan)))
+        except Exception as error:
+            self._in_flight.append((plan, _Failed(error)))
+
+    def _take_oldest(self, is_due: bool) -> StepOutput:
+        if not self._in_flight:
+            if self.scheduler.has_unfinished:
+                raise RuntimeError(
+                    "the scheduler planned nothing although requests wait and none is in flight; "
+                    "this is a defect of the scheduler, please report it"
+                )
+            return _NO_NEWS
+        if not is_due and len(self._in_flight) <= self._max_plans_in_flight:
+            return _NO_NEWS
+        plan, handle = self._in_flight.popleft()
+        try:
+            result = handle.result()
+        except Exception as error:
+            return self._recover(plan, error)
+        return self.scheduler.update(plan, result)
+
+    def _recover(self, plan: StepPlan, error: Exception) -> StepOutput:
+        """Drains the runner, so that nothing written late can reach a block given out again."""
+        for _, handle in self._in_flight:
+            try:
+                handle.result()
+            except Exception:  # noqa: S112 - the oldest step's error is the one reported
+                continue
+        self._in_flight.clear()
+        if not self.runner.is_usable():
+            self._death = error
+            for request_id in self.scheduler.unfinished_ids:
+                self.scheduler.finish(request_id, FinishReason.ERROR, error=str(error))
+            raise EngineDeadError(f"the device failed: {error}") from error
+        return self.scheduler.rollback(plan, f"{type(error).__name__}: {error}")

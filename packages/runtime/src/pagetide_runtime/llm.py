@@ -1,0 +1,298 @@
+"""The Python API: prompts in, completions out."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from pagetide_kvcache import BlockManager, KVCache
+from pagetide_models import ModelSource, Tokenizer, load_model, open_model
+from pagetide_scheduler import FinishReason, SamplingParams, Scheduler, SchedulerConfig, StepOutput
+from tqdm.auto import tqdm
+
+from pagetide_runtime.completion import Completion, TextChunk
+from pagetide_runtime.config import EngineConfig
+from pagetide_runtime.detokenizer import Detokenizer
+from pagetide_runtime.engine import Engine
+from pagetide_runtime.memory import plan_num_blocks
+from pagetide_runtime.model_runner import ModelRunner
+
+__all__ = ["LLM"]
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, str]
+
+
+class _Active:
+    """A request whose text is still growing, and the chunks that its caller has not taken yet."""
+
+    def __init__(self, index: int, prompt: str | None, detokenizer: Detokenizer) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.detokenizer = detokenizer
+        self.chunks: deque[TextChunk] = deque()
+
+
+class LLM:
+    """A model, ready to answer.
+
+    Args:
+        model: a GGUF file, a folder with config.json, safetensors and tokenizer.json, a Hugging Face
+            hub id, or what `pagetide_models.open_model` returned for one of them.
+        revision: the hub's branch, tag or commit, where `model` is a hub id.
+        progress: whether loading and `generate` show a progress bar on a terminal.
+        **options: the fields of `EngineConfig`.
+
+    Raises:
+        ModelError: the model cannot be found, read or built (`pagetide_models`).
+        ValueError: an option is out of range or does not fit this model or device.
+
+    Example:
+        >>> llm = LLM("SmolLM2-135M-Instruct.Q4_1.gguf", kv_dtype="auto")
+        >>> llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].text
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | ModelSource,
+        *,
+        revision: str | None = None,
+        progress: bool = True,
+        **options: object,
+    ) -> None:
+        config = _engine_config(options)
+        source = model if isinstance(model, ModelSource) else open_model(model, revision=revision)
+        self.tokenizer: Tokenizer = source.load_tokenizer()
+        self.config = config
+        self.engine, self.block_manager = _build_engine(source, config, progress=progress)
+        self._progress = progress
+        self._request_ids = itertools.count()
+        self._active: dict[str, _Active] = {}
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Answers every prompt, all in one continuous batch.
+
+        Args:
+            prompts: one prompt or several, each text or token ids.
+            params: one for all prompts, or one a prompt; None is `SamplingParams()`.
+
+        Returns:
+            One `Completion` a prompt, in the prompts' order.
+
+        Raises:
+            ValueError: no prompts, an empty one, one that can never fit, or not one params a prompt.
+        """
+        prompts = _as_prompts(prompts)
+        completions: list[Completion | None] = [None] * len(prompts)
+        with tqdm(
+            total=len(prompts), desc="prompts", disable=None if self._progress else True
+        ) as bar:
+            for chunk in self.stream(prompts, params):
+                if chunk.completion is not None:
+                    completions[chunk.index] = chunk.completion
+                    bar.update()
+        return [completion for completion in completions if completion is not None]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Generator[TextChunk, None, None]:
+        """Answers every prompt in one continuous batch and yields text as it becomes certain.
+
+        Closing the iterator early aborts what has not ended. Raises what `generate` raises, before
+        anything is computed.
+        """
+        prompts = _as_prompts(prompts)
+        wishes = _as_params(params, len(prompts))
+        added: dict[str, _Active] = {}
+        try:
+            for index, (prompt, wish) in enumerate(zip(prompts, wishes)):
+                request_id, active = self._add(index, prompt, wish)
+                added[request_id] = active
+        except BaseException:
+            self._abort(added)
+            raise
+        return self._run(added)
+
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> Completion:
+        """Answers a conversation, put together by the model's own chat template.
+
+        Args:
+            messages: `{"role": ..., "content": ...}` each, oldest first.
+            params: the sampling parameters; None is `SamplingParams()`.
+        """
+        return self.generate([self.chat_prompt(messages)], params)[0]
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The token ids of a conversation, ready for the assistant's answer.
+
+        The template's own special tokens count as such; those that stand in a message are plain text.
+
+        Raises:
+            ValueError: the model has no chat template, or the template refuses the messages.
+        """
+        return self.tokenizer.encode_chat(messages)
+
+    def _add(self, index: int, prompt: Prompt, params: SamplingParams) -> tuple[str, _Active]:
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        request_id = f"request-{next(self._request_ids)}"
+        self.engine.add_request(request_id, token_ids, params)
+        active = _Active(index, text, Detokenizer(self.tokenizer, params.stop))
+        self._active[request_id] = active
+        return request_id, active
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if self._active.pop(request_id, None) is not None:
+                self.engine.finish(request_id, FinishReason.ABORT)
+
+    def _run(self, mine: dict[str, _Active]) -> Generator[TextChunk, None, None]:
+        """Steps the engine until these requests have ended; other callers' chunks wait for them."""
+        try:
+            while mine:
+                self._deliver(self.engine.step())
+                for request_id, active in list(mine.items()):
+                    while active.chunks:
+                        chunk = active.chunks.popleft()
+                        if chunk.completion is not None:
+                            del mine[request_id]
+                        yield chunk
+        finally:
+            self._abort(mine)
+
+    def _deliver(self, output: StepOutput) -> None:
+        """Turns a step's tokens into chunks; a stop string found here ends its request."""
+        pieces: dict[str, str] = {}
+        ended = {finished.request_id: finished for finished in output.finished}
+        for request_id, token_id in zip(output.request_ids, output.token_ids.tolist()):
+            active = self._active.get(request_id)
+            if active is None or active.detokenizer.is_stopped:
+                continue
+            pieces[request_id] = pieces.get(request_id, "") + active.detokenizer.push(token_id)
+            if active.detokenizer.is_stopped:
+                stopped = self.engine.finish(
+                    request_id, FinishReason.STOP, keep_tokens=active.detokenizer.num_tokens
+                )
+                if stopped is not None:
+                    ended[request_id] = stopped
+        for request_id, finished in ended.items():
+            active = self._active.pop(request_id, None)
+            if active is None:
+                continue
+            piece = pieces.pop(request_id, "") + active.detokenizer.finish()
+            if active.detokenizer.is_stopped:
+                finished = replace(finished, finish_reason=FinishReason.STOP)
+            completion = Completion(active.index, active.prompt, active.detokenizer.text, finished)
+            active.chunks.append(TextChunk(active.index, piece, completion))
+        for request_id, piece in pieces.items():
+            if piece:
+                active = self._active[request_id]
+                active.chunks.append(TextChunk(active.index, piece))
+
+
+def _engine_config(options: dict[str, object]) -> EngineConfig:
+    try:
+        return EngineConfig(**options)  # type: ignore[arg-type]
+    except TypeError:
+        known = ", ".join(sorted(EngineConfig.__dataclass_fields__))
+        unknown = ", ".join(sorted(set(options) - set(EngineConfig.__dataclass_fields__)))
+        raise TypeError(f"LLM has no option {unknown}; it has: {known}") from None
+
+
+def _build_engine(
+    source: ModelSource, config: EngineConfig, *, progress: bool
+) -> tuple[Engine, BlockManager]:
+    device = _device(config.device)
+    model = load_model(
+        source,
+        device=str(device),
+        dtype=config.dtype,
+        attention_backend=config.attention_backend,
+        kv_dtype=config.kv_dtype,
+        block_size=config.block_size,
+        progress=progress,
+    )
+    max_model_len = config.max_model_len or model.config.max_position_embeddings
+    if max_model_len > model.config.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len={max_model_len}: the model was trained for "
+            f"{model.config.max_position_embeddings} positions; ask for at most that"
+        )
+    num_blocks = plan_num_blocks(
+        model.kv_cache_spec,
+        device,
+        num_blocks=config.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        memory_fraction=config.memory_fraction,
+    )
+    block_manager = BlockManager(
+        num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache
+    )
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            vocab_size=model.config.vocab_size,
+        ),
+        block_manager,
+        eos_token_ids=model.config.eos_token_ids,
+    )
+    runner = ModelRunner(
+        model,
+        KVCache(model.kv_cache_spec, num_blocks, device=device),
+        num_rows=config.max_num_seqs,
+        max_model_len=max_model_len,
+        eos_token_ids=model.config.eos_token_ids,
+    )
+    engine = Engine(scheduler, runner, max_plans_in_flight=config.max_plans_in_flight)
+    return engine, block_manager
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={name!r}: Pagetide runs on 'cpu' and 'cuda'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={name!r}: torch sees no usable NVIDIA GPU here; use device='cpu'")
+    return device
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)  # type: ignore[arg-type]
+    if not prompts:
+        raise ValueError("prompts=[]: give at least one prompt")
+    if all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return prompts
+
+
+def _as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * num_prompts
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        raise ValueError(
+            f"params has {len(params)} entries for {num_prompts} prompts: give one for all, or one each"
+        )
+    return list(params)

@@ -1,0 +1,62 @@
+"""How large the KV pool may be on this device."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from pagetide_kvcache import KVCacheSpec
+
+from pagetide_runtime.errors import MemoryPlanError
+
+__all__ = ["free_memory", "plan_num_blocks"]
+
+# Of the free bytes: on a card nearly all memory is the engine's; on a CPU the user's other programs
+# and the model's own activations live in the same memory.
+_DEFAULT_FRACTION = {"cuda": 0.85, "cpu": 0.25}
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken on `device` (the CPU: the kernel's estimate of available memory)."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def plan_num_blocks(
+    spec: KVCacheSpec,
+    device: torch.device,
+    *,
+    num_blocks: int | None,
+    max_num_seqs: int,
+    max_model_len: int,
+    memory_fraction: float | None,
+) -> int:
+    """Blocks of the pool: what was asked for, else what memory allows and the limits can use.
+
+    More blocks than `max_num_seqs` requests of `max_model_len` tokens could fill are never taken.
+
+    Raises:
+        MemoryPlanError: `num_blocks` needs more bytes than are free, or not even one block fits.
+    """
+    free = free_memory(device)
+    if num_blocks is not None:
+        needed = num_blocks * spec.bytes_per_block
+        if needed > free:
+            raise MemoryPlanError(
+                f"num_blocks={num_blocks} takes {needed / 2**20:,.0f} MiB as {spec.kv_dtype}, and "
+                f"{free / 2**20:,.0f} MiB are free on {device}: ask for at most "
+                f"{free // spec.bytes_per_block} blocks, or for a smaller kv_dtype"
+            )
+        return num_blocks
+    fraction = _DEFAULT_FRACTION[device.type] if memory_fraction is None else memory_fraction
+    usable = max_num_seqs * -(-max_model_len // spec.block_size)
+    affordable = int(free * fraction) // spec.bytes_per_block
+    if affordable < 1:
+        raise MemoryPlanError(
+            f"{free / 2**20:,.0f} MiB are free on {device} and one KV block takes "
+            f"{spec.bytes_per_block / 2**20:.2f} MiB: free memory or raise memory_fraction "
+            f"(now {fraction})"
+        )
+    return min(usable, affordable)

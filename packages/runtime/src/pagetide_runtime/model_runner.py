@@ -1,0 +1,113 @@
+"""One plan on the device: upload, copies, forward, sample."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from pagetide_kernels import copy_blocks
+from pagetide_kvcache import KVCache
+from pagetide_models import CausalLM
+from pagetide_scheduler import SampleError, StepPlan, StepResult
+from torch import Tensor
+
+from pagetide_runtime.input_buffers import InputBuffers
+from pagetide_runtime.sampler import Sampler
+
+__all__ = ["ModelRunner", "StepHandle"]
+
+_UNSOUND = "the model's logits were not finite (NaN or infinity)"
+
+
+class StepHandle:
+    """A submitted step; `result()` is the only place where the host waits for the device."""
+
+    def __init__(self, tokens: Tensor, is_sound: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            tokens = _to_pinned(tokens)
+            is_sound = _to_pinned(is_sound)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        self._tokens, self._is_sound = tokens, is_sound
+
+    def result(self) -> StepResult:
+        """Waits for the step and returns what it sampled, one token a sample."""
+        if self._event is not None:
+            self._event.synchronize()
+        unsound = np.flatnonzero(~self._is_sound.numpy()).tolist()
+        return StepResult.of(
+            self._tokens.numpy(), errors=tuple(SampleError(index, _UNSOUND) for index in unsound)
+        )
+
+
+def _to_pinned(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+class ModelRunner:
+    """Runs plans in order on one stream; holds the device's state and nothing of the requests.
+
+    Args:
+        model: the model, on its device.
+        kv_cache: the pool that the plans' block ids name.
+        num_rows: rows of the device state, the scheduler's `max_num_seqs`.
+        max_model_len: tokens a request may reach; fixes the block tables' width.
+        eos_token_ids: what `min_tokens` keeps from being sampled too early.
+        host_cache: the pool that swapped blocks go to, if the scheduler swaps.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_cache: KVCache,
+        *,
+        num_rows: int,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...] = (),
+        host_cache: KVCache | None = None,
+    ) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.host_cache = host_cache
+        block_size = kv_cache.spec.block_size
+        self._buffers = InputBuffers(
+            num_rows, -(-max_model_len // block_size), block_size, model.device
+        )
+        self._sampler = Sampler(num_rows, eos_token_ids, model.device)
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Starts a plan's work and returns at once (on a CPU: when it is done).
+
+        What a plan names runs in this order: rows, block tables, copies, tokens, samples.
+        """
+        buffers = self._buffers
+        self._sampler.initialise_rows(plan, buffers.upload)
+        buffers.apply_table_deltas(plan)
+        if plan.copies:
+            copy_blocks(
+                self.kv_cache,
+                plan.copies,
+                backend=self.model.backend,
+                host_cache=self.host_cache,
+            )
+        positions = buffers.upload(plan.positions)
+        input_ids = buffers.input_ids(plan)
+        hidden = self.model(
+            input_ids, positions, self.kv_cache, buffers.metadata(plan, positions)
+        )
+        logits = self.model.compute_logits(hidden[buffers.upload(plan.sample_tokens)])
+        tokens, is_sound = self._sampler.sample(logits, plan, buffers.upload)
+        buffers.last_tokens[buffers.upload(plan.sample_rows)] = tokens
+        return StepHandle(tokens, is_sound)
+
+    def is_usable(self) -> bool:
+        """Whether the device still answers; after a sticky CUDA error it never does again."""
+        if self.model.device.type != "cuda":
+            return True
+        try:
+            torch.cuda.synchronize(self.model.device)
+        except RuntimeError:
+            return False
+        return True
