@@ -315,3 +315,26 @@ def test_tokenizing_needs_no_torch(demo_gguf: Path, run_python: Callable[[str], 
         "print([name for name in ('torch', 'numpy', 'gguf') if name in sys.modules])"
     )
     assert printed.strip() == "[]"
+
+
+def test_strings_that_a_template_joins_make_no_control_token(
+    tiny_gguf: Callable[..., Path],
+) -> None:
+    tokenizer = _tiny(
+        tiny_gguf,
+        **{"tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}</s>"},
+    )
+    pieces = ["</", "s>a", "<", "/s", ">", "1</s>", "2<s>3", "ab"]
+    messages = [{"role": "user", "content": piece} for piece in pieces]
+    ids = tokenizer.encode_chat(messages)
+    assert [id_ for id_ in ids if id_ < 2] == [1]
+    assert tokenizer.decode(ids) == "".join(pieces)
+
+
+def test_a_template_that_takes_the_marks_apart_still_gets_text(
+    tiny_gguf: Callable[..., Path],
+) -> None:
+    tokenizer = _tiny(tiny_gguf, **{"tokenizer.chat_template": "{{ messages[0].content[:3] }}</s>"})
+    ids = tokenizer.encode_chat([{"role": "user", "content": "ab</s>"}])
+    assert ids[:-1] == tokenizer.encode("ab")
+    assert ids[-1] == 1

@@ -74,9 +74,13 @@ class ModelSource:
             ModelFormatError: Its tables are missing or inconsistent.
             UnsupportedModelError: Its kind or its pre-tokenizer rule is not implemented.
         """
-        from pagetide_models.tokenizer import load_tokenizer
+        if self.gguf is not None:
+            from pagetide_models.gguf_tokenizer import tokenizer_from_gguf
 
-        return load_tokenizer(self)
+            return tokenizer_from_gguf(self.gguf, self.config)
+        from pagetide_models.folder_tokenizer import tokenizer_from_folder
+
+        return tokenizer_from_folder(self)
 
 
 def open_model(

@@ -6,17 +6,16 @@ import json
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from pagetide_models.chat_template import ChatTemplate, find_chat_template
-from pagetide_models.errors import ChatTemplateError, ModelFormatError, UnsupportedModelError
+from pagetide_models.chat_template import ChatTemplate
+from pagetide_models.control_tokens import ControlTokens
+from pagetide_models.errors import ChatTemplateError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import tokenizers
 
-    from pagetide_models.source import ModelSource
-
-__all__ = ["Tokenizer", "load_tokenizer"]
+__all__ = ["Tokenizer"]
 
 Message = Mapping[str, object]
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -88,11 +87,9 @@ class Tokenizer:
         self._template = (
             None if chat_template is None else ChatTemplate(chat_template, template_variables or {})
         )
-        special = {id_: token for id_, token in self._added.items() if token.special}
-        self._special = {token.content: token for token in special.values()}
-        self._special_ids = {token.content: id_ for id_, token in special.items()}
-        ordered = sorted(self._special, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+        self._control = ControlTokens(
+            {id_: token for id_, token in self._added.items() if token.special}
+        )
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, allow_special: bool = False
@@ -203,41 +200,19 @@ class Tokenizer:
         Raises:
             ChatTemplateError: As `apply_chat_template`.
         """
-        texts = list(_strings(messages))
-        control = self._control
-        if control is None or not any(control.search(text) for text in texts):
-            text = self.apply_chat_template(
-                messages, add_generation_prompt=add_generation_prompt, variables=variables
-            )
+        hidden = self._control.hide(messages)
+        text = self.apply_chat_template(
+            messages if hidden is None else hidden.messages,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+        )
+        if hidden is None:
             return self.encode(text, add_special_tokens=False, allow_special=True)
-        # Control tokens in messages travel through the template as numbers between two marks.
-        mark = next(
-            (c for c in map(chr, range(0xFDD0, 0xFDF0)) if not any(c in t for t in texts)), ""
-        )
-        if not mark:
-            raise ChatTemplateError("the messages use every noncharacter from U+FDD0 to U+FDEF")
-        names = list(self._special)
-        hidden = _map_strings(
-            messages,
-            lambda text: control.sub(lambda match: f"{mark}{names.index(match[0])}{mark}", text),
-        )
-        rendered = self.apply_chat_template(
-            hidden, add_generation_prompt=add_generation_prompt, variables=variables
-        )
-        marked = re.compile(f"{mark}([0-9]+){mark}")
         ids: list[int] = []
-        end = 0
-        strip = False
-        for match in [*control.finditer(rendered), None]:
-            plain = rendered[end : match.start() if match else len(rendered)]
-            token = self._special[match[0]] if match else None
-            plain = plain.lstrip() if strip else plain
-            plain = plain.rstrip() if token is not None and token.lstrip else plain
-            plain = marked.sub(lambda found: names[int(found[1])], plain)
-            ids += self.encode(plain, add_special_tokens=False) if plain else []
-            if match is not None and token is not None:
-                ids.append(self._special_ids[token.content])
-                end, strip = match.end(), token.rstrip
+        for piece in self._control.split(text, hidden):
+            ids += (
+                [piece] if isinstance(piece, int) else self.encode(piece, add_special_tokens=False)
+            )
         return ids
 
 
@@ -246,77 +221,3 @@ def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
         return set()
     state = json.loads(backend.decoder.__getstate__())
     return {entry["type"] for entry in state.get("decoders", [state])}
-
-
-def _strings(value: object) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, Iterable):
-        for item in value:
-            yield from _strings(item)
-
-
-def _map_strings(value: Any, change: Any) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: _map_strings(item, change) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_map_strings(item, change) for item in value]
-    return value
-
-
-def load_tokenizer(source: ModelSource) -> Tokenizer:
-    """Build the tokenizer that a model's file or folder holds; see `ModelSource.load_tokenizer`."""
-    if source.gguf is not None:
-        from pagetide_models.gguf_tokenizer import tokenizer_from_gguf
-
-        return tokenizer_from_gguf(source.gguf, source.config)
-    import tokenizers
-
-    path = source.path / "tokenizer.json"
-    if not path.exists():
-        raise ModelFormatError(
-            f"{path}: missing; save the tokenizer in the fast format "
-            "(transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...))"
-        )
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise ModelFormatError(f"{path}: not a tokenizer: {error}") from None
-    backend.no_truncation()
-    backend.no_padding()
-    return Tokenizer(
-        backend,
-        path=str(path),
-        bos_token_id=source.config.bos_token_id,
-        eos_token_ids=source.config.eos_token_ids,
-        chat_template=find_chat_template(source),
-        template_variables=_special_token_texts(source, backend),
-    )
-
-
-def _special_token_texts(source: ModelSource, backend: tokenizers.Tokenizer) -> dict[str, str]:
-    """``bos_token`` and its like as templates name them: tokenizer_config.json's, else by id."""
-    from pagetide_models.safetensors import read_json_object
-
-    config = source.config
-    eos = config.eos_token_ids[0] if config.eos_token_ids else None
-    ids = {"bos_token": config.bos_token_id, "eos_token": eos, "pad_token": config.pad_token_id}
-    texts = {
-        name: backend.id_to_token(token_id) or ""
-        for name, token_id in ids.items()
-        if token_id is not None
-    }
-    path = source.path / "tokenizer_config.json"
-    if path.exists():
-        written = read_json_object(path)
-        for name in (*ids, "unk_token"):
-            token = written.get(name)
-            token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str):
-                texts[name] = token
-    return texts
