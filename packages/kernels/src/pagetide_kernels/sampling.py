@@ -94,8 +94,9 @@ def sample(
     if len(rows) == 0:
         return tokens
     # Subtracting the maximum before dividing keeps every quotient at or below 0.
+    # In place, here and below: a fresh [S, V] costs more than what is computed in it.
     logits = logits[rows].float()
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[rows].unsqueeze(1)
+    logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(temperature[rows].unsqueeze(1))
     uniform = philox_uniform(keys[rows], positions[rows], 0, dtype=torch.float64)
     tokens[rows] = _draw(logits, top_k[rows], top_p[rows], uniform)
     return tokens
@@ -105,7 +106,7 @@ def _draw(logits: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tens
     """A token a row, in vocabulary order where nothing is cut, else in descending order.
 
     Args:
-        logits: float32 [S, V], the largest of each row 0.
+        logits: float32 [S, V], the largest of each row 0; overwritten.
         top_k: int32 [S].
         top_p: float32 [S].
         uniform: float64 [S], in (0, 1).
@@ -117,13 +118,15 @@ def _draw(logits: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tens
     is_cut = (top_k < vocab_size) | (top_p < 1)
     whole = (~is_cut).nonzero().view(-1)
     if len(whole):
-        tokens[whole] = _invert(logits[whole].exp().double().cumsum(dim=-1), uniform[whole])
+        weights = logits.exp_() if len(whole) == len(logits) else logits[whole].exp_()
+        tokens[whole] = _invert(weights.cumsum(dim=-1, dtype=torch.float64), uniform[whole])
 
     cut = is_cut.nonzero().view(-1)
     if len(cut):
         top_k, top_p, uniform = top_k[cut], top_p[cut], uniform[cut]
-        logits = logits[cut]
-        total = logits.exp().double().sum(dim=-1)
+        if len(cut) < len(logits):
+            logits = logits[cut]
+        total = logits.exp().sum(dim=-1, dtype=torch.float64)
         few = min(NUM_CANDIDATES, vocab_size)
         values, ids = logits.topk(few, dim=-1)
         # Equal logits come in any order from topk: order them by id, as the sort below does.
@@ -131,7 +134,7 @@ def _draw(logits: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tens
         values, by_value = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
         ids = ids.gather(1, by_value)
         drawn, num_kept = _draw_ordered(values, ids, total, top_k, top_p, uniform)
-        # Candidates decide only if what they keep ends above the last of them: else an equal token, or
+        # Candidates decide only if what they keep ends above the last of them: else equals, or
         # more of the kept set, may lie beyond.
         last_kept = values.gather(1, (num_kept - 1).unsqueeze(1)).squeeze(1)
         beyond = (last_kept <= values[:, -1]).nonzero().view(-1)
@@ -172,8 +175,8 @@ def _draw_ordered(
     num_kept = torch.where(top_p < 1, num_before + 1, num_candidates)
     num_kept = torch.minimum(num_kept, last_of_top_k.squeeze(1) + 1)
     kept_mass = cumulative.gather(1, (num_kept - 1).unsqueeze(1)).squeeze(1)
+    # A uniform number below 1 times the mass rounds to less than the mass: the index is a kept one.
     index = (cumulative <= (uniform * kept_mass).unsqueeze(1)).sum(dim=-1)
-    index = torch.minimum(index, num_kept - 1)
     return ids.gather(1, index.unsqueeze(1)).squeeze(1), num_kept
 
 
