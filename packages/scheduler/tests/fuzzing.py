@@ -6,7 +6,7 @@ import random
 
 from harness import Engine, Load
 
-from pagetide_scheduler import FinishReason, RequestState, StepPlan
+from pagetide_scheduler import FinishReason, Request, RequestState, StepPlan
 
 
 def run_once(seed: int, num_requests: int = 25, **options: object) -> Engine:
@@ -16,9 +16,9 @@ def run_once(seed: int, num_requests: int = 25, **options: object) -> Engine:
     max_prompt = draw.choice([3, 12, 30])
     max_tokens = draw.choice([2, 10, 24])
     needed = -(-(max_prompt + 1) // block_size)
-    # Two runs of three have a pool that barely holds the largest request and one more.
+    # Three runs of four have a pool that barely holds the largest request and one more.
     num_blocks = needed + draw.choice([0, 1, needed // 2, needed]) + 1
-    if seed % 3 == 0:
+    if seed % 4 == 0:
         num_blocks += 4 * needed
     bad: set[str] = set()
     failure_rate = draw.choice([0, 0, 0.03])
@@ -53,13 +53,23 @@ def run_once(seed: int, num_requests: int = 25, **options: object) -> Engine:
         while added < num_requests and draw.random() < arrival_rate / (1 + arrival_rate):
             name = f"r{added}"
             priority = draw.choice([0, 0, 0, 1, -1])
-            request = engine.add(name, load.prompt(), load.params(max_tokens), priority=priority)
+            requests: tuple[Request, ...]
+            if draw.random() < 0.1:
+                count = draw.randint(2, min(4, engine.config.max_num_seqs + 1))
+                count = min(count, engine.config.max_num_seqs)
+                names = [name, *(f"{name}.{index}" for index in range(1, count))]
+                wishes = [load.params(max_tokens) for _ in names]
+                requests = engine.add_samples(names, load.prompt(), wishes)
+            else:
+                wish = load.params(max_tokens)
+                requests = (engine.add(name, load.prompt(), wish, priority=priority),)
             if draw.random() < 0.01:
                 bad.add(name)
             added += 1
             # Alone it needs a step a token; in company it may start over for each of the others.
-            length = request.num_prompt_tokens + engine.max_new_tokens(request)
-            bound += 12 * length + 20
+            for request in requests:
+                length = request.num_prompt_tokens + engine.max_new_tokens(request)
+                bound += 12 * length + 20
         _disturb(engine, draw, forces)
         if engine.step() is None and not engine.pending:
             assert not engine.scheduler.has_unfinished, "a step without progress"

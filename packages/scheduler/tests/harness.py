@@ -100,6 +100,14 @@ class Engine:
         self.streams[request_id] = []
         return request
 
+    def add_samples(
+        self, names: Sequence[str], prompt: Sequence[int], params: Sequence[SamplingParams]
+    ) -> tuple[Request, ...]:
+        requests = self.scheduler.add_samples(names, prompt, params)
+        self.requests.update(zip(names, requests, strict=True))
+        self.streams.update({name: [] for name in names})
+        return requests
+
     def finish(
         self, request_id: str, reason: FinishReason, keep_tokens: int | None = None
     ) -> RequestOutput | None:
@@ -236,7 +244,11 @@ class Engine:
             for request, start, end in zip(plan.sequences.requests, ends - lens, ends, strict=True)
             for position in range(start, end)
         ]
-        assert all(self.blocks.ref_count[block] == 1 for block in written)
+        # A block may be shared only with samples that part in this very plan, from its last token.
+        partings = set(plan.samples.requests) - set(plan.sequences.requests)
+        shared = [self.blocks.sequence_blocks[request.request_id] for request in partings]
+        for block in written:
+            assert self.blocks.ref_count[block] == 1 + sum(block in table for table in shared)
         within = [c for c in plan.copies if c.direction is CopyDirection.WITHIN]
         destinations = [c.destination for c in within]
         assert len(set(destinations)) == len(destinations)
@@ -276,6 +288,7 @@ class Engine:
     def check_all_returned(self) -> None:
         """Every block is back."""
         assert not self.scheduler.has_unfinished
+        assert self.scheduler.schedule().is_empty  # lets go of the last plan's copy sources
         assert self.blocks.num_available_blocks == self.blocks.total_blocks
         assert not self.blocks.sequence_blocks
 

@@ -23,7 +23,14 @@ def policy(engine: Engine) -> Reserve:
 
 def waiting_giant(overlap: int = 0, **config: int) -> Engine:
     """Ten blocks; `holder` has five and ends after 9 tokens; `giant` needs seven."""
-    engine = Engine(num_blocks=10, block_size=4, admission="reserve", overlap=overlap, **config)
+    engine = Engine(
+        num_blocks=10,
+        block_size=4,
+        admission="reserve",
+        overlap=overlap,
+        max_overlap=overlap,
+        **config,
+    )
     engine.add("holder", [1] * 16, params(4))
     engine.step()
     engine.add("giant", [2] * 26, params(2))

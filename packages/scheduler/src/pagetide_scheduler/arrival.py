@@ -6,12 +6,32 @@ import random
 from array import array
 from collections.abc import Sequence
 
-from pagetide_scheduler.config import SchedulerConfig
 from pagetide_scheduler.errors import RequestRefusedError, RequestTooLargeError
 from pagetide_scheduler.params import SamplingParams
 from pagetide_scheduler.request import FinishReason, LengthLimit
+from pagetide_scheduler.state import SchedulerState
 
 _MASK = 2**64 - 1
+
+
+def check_names(request_ids: Sequence[str], state: SchedulerState) -> None:
+    """Whether these samples of one prompt may be told apart and run at once.
+
+    Raises:
+        RequestRefusedError: An id is taken, or there are too many.
+        ValueError: There are none.
+    """
+    if not request_ids:
+        raise ValueError("request_ids must name at least one sample")
+    for index, request_id in enumerate(request_ids):
+        if request_id in state.requests or request_id in request_ids[:index]:
+            raise RequestRefusedError(request_id, "an unfinished request has this id")
+    if len(request_ids) > state.config.max_num_seqs:
+        raise RequestRefusedError(
+            request_ids[0],
+            f"{len(request_ids)} samples of its prompt cannot run at once: max_num_seqs is "
+            f"{state.config.max_num_seqs}",
+        )
 
 
 def read_prompt(request_id: str, token_ids: Sequence[int], vocab_size: int | None) -> array[int]:
@@ -33,11 +53,7 @@ def read_prompt(request_id: str, token_ids: Sequence[int], vocab_size: int | Non
 
 
 def set_limit(
-    request_id: str,
-    num_prompt_tokens: int,
-    params: SamplingParams,
-    config: SchedulerConfig,
-    pool_tokens: int,
+    request_id: str, num_prompt_tokens: int, params: SamplingParams, state: SchedulerState
 ) -> LengthLimit:
     """The least of `max_tokens`, the context and the pool, whose last token needs no slot.
 
@@ -45,21 +61,31 @@ def set_limit(
         RequestTooLargeError: Not even one token could follow the prompt.
     """
     needed = num_prompt_tokens + 1
-    if needed > config.max_model_len:
+    pool_tokens = state.blocks.total_blocks * state.blocks.block_size
+    max_model_len = state.config.max_model_len
+    if needed > max_model_len:
         raise RequestTooLargeError(
-            request_id, num_tokens=needed, max_tokens=config.max_model_len, resource="context"
+            request_id, num_tokens=needed, max_tokens=max_model_len, resource="context"
         )
     if needed > pool_tokens:
         raise RequestTooLargeError(
             request_id, num_tokens=needed, max_tokens=pool_tokens, resource="pool"
         )
     limits = [
-        LengthLimit(config.max_model_len, FinishReason.CONTEXT),
+        LengthLimit(max_model_len, FinishReason.CONTEXT),
         LengthLimit(pool_tokens + 1, FinishReason.POOL),
     ]
     if params.max_tokens is not None:
         limits.insert(0, LengthLimit(num_prompt_tokens + params.max_tokens, FinishReason.LENGTH))
     return min(limits, key=lambda limit: limit.num_tokens)  # of equals the first: the user's own
+
+
+def stop_token_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """The ids that end a request; the common set itself where it adds none of its own."""
+    own = frozenset(params.stop_token_ids)
+    if params.ignore_eos:
+        return own
+    return own | eos_token_ids if own else eos_token_ids
 
 
 def make_key(seed: int | None, source: random.Random) -> int:

@@ -29,6 +29,14 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """A sample that takes its first token from the logits of another."""
+
+    source: Request
+    target: Request
+
+
+@dataclass(frozen=True, slots=True)
 class Shares:
     """Running requests' part of a step.
 
@@ -55,6 +63,7 @@ class PlanDraft:
         decode: Requests that compute just one token and sample the next, oldest first.
         chunks: Requests that compute more, or are new.
         new: Requests that this plan gives a row.
+        forks: Samples that part from another in this plan.
     """
 
     step_id: int
@@ -62,6 +71,7 @@ class PlanDraft:
     decode: Batch = EMPTY_BATCH
     chunks: list[Chunk] = field(default_factory=list)
     new: list[Request] = field(default_factory=list)
+    forks: list[Fork] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     table_rows: list[int] = field(default_factory=list)
     table_indices: list[int] = field(default_factory=list)
@@ -109,6 +119,8 @@ class PlanDraft:
         )
         if self.chunks:
             parts.add_chunks(self.chunks, columns, self.step_id)
+        if self.forks:
+            parts.add_forks(self.forks)
         rows = parts.sequences.row_column
         return StepPlan(
             step_id=self.step_id,
@@ -177,6 +189,14 @@ class _Parts:
         columns.num_computed_tokens[batch.rows] = ends
         columns.num_inflight_tokens[batch.rows] += is_last
         columns.last_steps[batch.rows] = step_id
+
+    def add_forks(self, forks: list[Fork]) -> None:
+        index_of = {id(request): i for i, request in enumerate(self.samples.requests)}
+        sources = [index_of[id(fork.source)] for fork in forks]
+        self.sample_tokens = np.concatenate((self.sample_tokens, self.sample_tokens[sources]))
+        positions = self.sample_positions
+        self.sample_positions = np.concatenate((positions, positions[sources]))
+        self.samples = self.samples + Batch.of(tuple([fork.target for fork in forks]))
 
 
 def _column(values: list[int] | list[int | None]) -> Int32Column:

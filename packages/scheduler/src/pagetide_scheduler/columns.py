@@ -76,6 +76,11 @@ class RunningColumns:
         request.row = row
         return row
 
+    def share_open_block(self, *requests: Request) -> None:
+        """Notes that these running requests hold the same open block: who writes first copies it."""
+        for request in requests:
+            self.is_open_shared[_row(request)] = True
+
     def leave(self, request: Request) -> None:
         """Takes the row of `request` away; whatever is in flight for it stays in plan order."""
         row = _row(request)

@@ -25,6 +25,7 @@ class SchedulerConfig:
         lookahead: Requests that do not fit and may be looked past in one step.
         max_skips: Times a request may be passed by later ones before nothing passes it any more.
         max_wait_steps: Steps a request may stand at the head before nothing passes it any more.
+        max_overlap: Plans in flight at most while another is made; only promises count on it.
         watermark: Share of the pool that admission leaves free so that running requests can grow,
             in [0, 0.01]; it does not apply when nothing runs.
         priority_steps: How many steps of waiting one level of priority is worth: a request of
@@ -44,6 +45,7 @@ class SchedulerConfig:
     lookahead: int = 8
     max_skips: int = 8
     max_wait_steps: int = 256
+    max_overlap: int = 2
     watermark: float = 0.01
     priority_steps: int = 256
     vocab_size: int | None = None
@@ -57,6 +59,8 @@ class SchedulerConfig:
         counts = ["max_model_len", "max_num_seqs", "max_num_batched_tokens", "priority_steps"]
         counts += ["lookahead", "max_skips", "max_wait_steps"]
         options = ["max_chunk_tokens", "vocab_size"]
+        if isinstance(self.max_overlap, bool) or not self.max_overlap >= 0:
+            raise ValueError(f"max_overlap must be at least 0, got {self.max_overlap!r}")
         for name in counts + options:
             value = getattr(self, name)
             if value is None and name in options:

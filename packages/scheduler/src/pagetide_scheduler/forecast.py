@@ -21,13 +21,15 @@ class Forecast:
         batch: The running requests.
         ends: Updates until each has surely ended. int64 [N]
         busy_until: Updates until a step surely leaves budget for somebody else.
+        all_ended: Updates until everybody has, with the samples that wait for a running request.
         num_in_flight: Plans in flight now.
-        max_ahead: Plans in flight at most while another is made, as far as was seen.
+        max_ahead: Plans in flight at most while another is made.
     """
 
     batch: Batch
     ends: Int64Column
     busy_until: int
+    all_ended: int
     num_in_flight: int
     max_ahead: int
 
@@ -46,17 +48,18 @@ def forecast(state: SchedulerState) -> Forecast:
     plan_ids = np.array([plan.step_id for plan in state.plans], np.int64)
     ends = plan_ids.searchsorted(columns.last_steps[rows], side="right")
 
+    max_tokens = max(1, config.max_num_batched_tokens - state.num_followers)
     step = 0
     while True:
         is_active = to_sample > 0
         decoding = (is_active & (left == 1)).nonzero()[0]
         prefilling = (is_active & (left > 1)).nonzero()[0]
-        if not len(prefilling) and len(decoding) < config.max_num_batched_tokens:
+        if not len(prefilling) and len(decoding) < max_tokens:
             break
         step += 1
-        served = decoding[: config.max_num_batched_tokens]
+        served = decoding[:max_tokens]
         to_sample[served] -= 1
-        budget = config.max_num_batched_tokens - len(served)
+        budget = max_tokens - len(served)
         for index in prefilling.tolist():
             count = min(int(left[index]), budget, config.chunk_limit)
             left[index] -= count
@@ -67,8 +70,14 @@ def forecast(state: SchedulerState) -> Forecast:
         ends[is_active] = in_flight + step
     ends += to_sample
     ends[to_sample > 0] = in_flight + step + to_sample[to_sample > 0]
-    max_ahead = max(in_flight, state.progress.max_in_flight)
-    return Forecast(batch, ends, in_flight + step if step else 0, in_flight, max_ahead)
+    max_ahead = max(in_flight, config.max_overlap)
+    all_ended = int(ends.max(initial=0))
+    for request, end in zip(batch.requests, ends.tolist(), strict=True):
+        for follower in request.followers:
+            rest = follower.limit.num_tokens - follower.num_prompt_tokens
+            all_ended = max(all_ended, end + rest)
+    busy_until = in_flight + step if step else 0
+    return Forecast(batch, ends, busy_until, all_ended, in_flight, max_ahead)
 
 
 def worst_growth(state: SchedulerState, future: Forecast, is_alive: Mask, updates: int) -> int:
@@ -80,4 +89,9 @@ def worst_growth(state: SchedulerState, future: Forecast, is_alive: Mask, update
     most = np.minimum(columns.limits[rows] - 1, total - 1 + num_plans)
     new_blocks = np.maximum(0, -(-most // columns.block_size) * columns.block_size)
     new_blocks = np.maximum(0, new_blocks - columns.capacities[rows]) // columns.block_size
-    return int(new_blocks.sum()) + int(columns.is_open_shared[rows].sum())
+    following = sum(
+        state.most_blocks(follower) - follower.num_prompt_tokens // columns.block_size
+        for leader in state.leaders.values()
+        for follower in leader.followers
+    )
+    return int(new_blocks.sum()) + int(columns.is_open_shared[rows].sum()) + following

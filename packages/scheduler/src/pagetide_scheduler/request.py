@@ -64,6 +64,9 @@ class Request:
         order: Place among all requests; smaller is served first and preempted last. It holds
             priority and age in one, and never changes.
         arrival_time: When it was added, on the scheduler's clock.
+        queue_key: Its place in the queue among those of equal priority.
+        leader: The sample of the same prompt that computes it for this one too, until they part.
+        followers: The samples that this one computes the prompt for.
         row: Its place in device state while it runs.
         num_skips: Steps in which a later request was admitted past it since it began to wait.
         last_step: The last plan that names it, while it does not run (a running request's is in
@@ -81,6 +84,9 @@ class Request:
     tokens: array[int]
     stop_token_ids: frozenset[int]
     columns: RunningColumns = field(repr=False)
+    queue_key: int
+    leader: Request | None = field(default=None, repr=False)
+    followers: list[Request] = field(default_factory=list, repr=False)
     row: int | None = None
     last_step: int = 0
     is_suspect: bool = False

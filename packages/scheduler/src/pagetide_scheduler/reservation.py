@@ -142,7 +142,7 @@ class Reserve(AdmissionPolicy):
     def _fit(self, reservation: Reservation, request: Request) -> Backfill | None:
         """How `request` may run without touching the promise, or None."""
         num_blocks = self._state.most_blocks(request)
-        if num_blocks > reservation.slack:
+        if num_blocks > reservation.slack or request.followers:
             return None
         rate = self._tokens_left_a_step(reservation, request)
         if rate > 0:
@@ -164,7 +164,8 @@ class Reserve(AdmissionPolicy):
         if any(r.num_tokens - r.num_computed_tokens > 1 for r in others):
             return 0  # a prompt among the others takes what it can get
         promised = sum(b.tokens_a_step or 0 for b in reservation.backfills.values())
-        left = state.config.max_num_batched_tokens - len(others) - promised - 1  # one for the head
+        left = state.config.max_num_batched_tokens - len(others) - state.num_followers
+        left -= promised + 1  # one for the head, whose turn may come
         return min(left, state.config.chunk_limit, len(request.tokens)) if columns.free_rows else 0
 
 
@@ -172,9 +173,9 @@ def reserve(state: SchedulerState, head: Request) -> Reservation:
     """The earliest update at which the blocks and the row of `head` are certain."""
     future = forecast(state)
     needed = -(-len(head.tokens) // state.blocks.block_size) + state.num_watermark_blocks
-    rows_needed = 1
+    rows_needed = 1 + len(head.followers)
     available = slack = state.blocks.num_available_blocks
-    free_rows = len(state.columns.free_rows)
+    free_rows = len(state.columns.free_rows) - state.num_followers
     is_alive = future.ends >= 0
     holders_gone: Counter[int] = Counter()
     spare, end = 0, 0
@@ -188,7 +189,9 @@ def reserve(state: SchedulerState, head: Request) -> Reservation:
         spare = available - worst_growth(state, future, is_alive, end) - needed
         if spare >= 0 and free_rows >= rows_needed and end >= future.busy_until:
             break
-    # If even the last end does not leave the watermark, nothing runs then and none is needed.
+    else:
+        # Not even the last end leaves the watermark; but then nothing runs and none is needed.
+        end = max(end, future.all_ended)
     return Reservation(
         request=head,
         due=state.progress.num_updates + end,
@@ -201,6 +204,8 @@ def reserve(state: SchedulerState, head: Request) -> Reservation:
 
 def _freed_by(state: SchedulerState, request: Request, holders_gone: Counter[int]) -> int:
     """Blocks that come free when `request` ends, after those counted in `holders_gone`."""
+    if request.followers:
+        return 0  # they will hold its blocks on
     ref_count = state.blocks.ref_count
     freed = 0
     for block_id in state.blocks.sequence_blocks[request.request_id]:

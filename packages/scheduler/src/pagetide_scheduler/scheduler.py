@@ -41,7 +41,7 @@ from pagetide_scheduler.preemption import grow_tables
 from pagetide_scheduler.recovery import Recovery
 from pagetide_scheduler.request import FinishReason, Request
 from pagetide_scheduler.running import RunningSet
-from pagetide_scheduler.samples import follow, fork_samples, hand_over
+from pagetide_scheduler.samples import follow, fork_samples, hand_over, unfollow
 from pagetide_scheduler.state import Progress, SchedulerState
 from pagetide_scheduler.stop_tokens import StopTokens
 from pagetide_scheduler.verification import verify_scheduler
@@ -146,7 +146,7 @@ class Scheduler:
         state, now = self._state, self._clock()
         check_names(request_ids, state)
         tokens = read_prompt(request_ids[0], prompt_token_ids, state.config.vocab_size)
-        samples = []
+        samples: list[Request] = []
         for request_id, wishes in zip(request_ids, params, strict=True):
             number = self._num_added + len(samples)
             request = Request(
@@ -265,7 +265,6 @@ class Scheduler:
         plan = draft.assemble(state.columns)
         if not plan.is_empty:
             state.progress.next_step_id += 1
-            state.progress.max_in_flight = max(state.progress.max_in_flight, len(state.plans))
             state.plans.append(plan)
         return plan
 
@@ -473,7 +472,7 @@ class Scheduler:
         if request.followers:
             hand_over(state, request)
         elif request.leader is not None:
-            request.leader.followers.remove(request)
+            unfollow(state, request, request.leader)
         elif request.row is not None:
             state.release(request)
         else:

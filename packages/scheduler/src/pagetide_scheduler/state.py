@@ -21,12 +21,10 @@ class Progress:
     Attributes:
         next_step_id: Number of the next plan that is not empty.
         num_updates: Results read.
-        max_in_flight: Plans in flight at most when another was made.
     """
 
     next_step_id: int = 1
     num_updates: int = 0
-    max_in_flight: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,8 @@ class SchedulerState:
     Attributes:
         requests: Every unfinished request by id.
         running: Those that hold a row and blocks.
-        waiting: All others.
+        waiting: All others, but for samples that follow another.
+        leaders: Running requests that compute a prompt for others too.
         plans: Plans in flight, oldest first.
     """
 
@@ -46,6 +45,7 @@ class SchedulerState:
     requests: dict[str, Request]
     running: RunningSet
     waiting: WaitingQueue
+    leaders: dict[str, Request]
     plans: deque[StepPlan]
     progress: Progress
 
@@ -58,6 +58,11 @@ class SchedulerState:
         """Blocks that `request` ever needs at most: its last token needs no slot."""
         return -(-(request.limit.num_tokens - 1) // self.blocks.block_size)
 
+    @property
+    def num_followers(self) -> int:
+        """Rows that are kept for samples of prompts that are being computed."""
+        return sum(len(leader.followers) for leader in self.leaders.values())
+
     def is_in_flight(self, request: Request) -> bool:
         """Whether a plan that names this waiting request has not been read yet."""
         return bool(self.plans) and request.last_step >= self.plans[0].step_id
@@ -69,6 +74,7 @@ class SchedulerState:
         """
         self.running.remove(request)
         self.columns.leave(request)
+        self.leaders.pop(request.request_id, None)
         self.blocks.free_sequence(request.request_id)
 
     def send_back(self, request: Request) -> None:

@@ -17,9 +17,10 @@ def verify_scheduler(state: SchedulerState) -> None:
     state.blocks.verify()
     running, waiting = list(state.running), list(state.waiting)
     _require(len(waiting) == len(state.waiting), "the queue miscounts itself")
-    known = {id(request) for request in running + waiting}
+    following = [follower for request in running + waiting for follower in request.followers]
+    known = {id(request) for request in running + waiting + following}
     _require(
-        len(known) == len(running) + len(waiting)
+        len(known) == len(running) + len(waiting) + len(following)
         and known == {id(request) for request in state.requests.values()},
         "a request is nowhere, or in two places",
     )
@@ -29,6 +30,9 @@ def verify_scheduler(state: SchedulerState) -> None:
     )
     rows = sorted([row for r in running if (row := r.row) is not None] + state.columns.free_rows)
     _require(rows == list(range(state.config.max_num_seqs)), "a row is lost, or held twice")
+    leading = {request.request_id for request in running if request.followers}
+    _require(set(state.leaders) == leading, "the leaders are miscounted")
+    _require(state.num_followers <= len(state.columns.free_rows), "followers have no rows")
     for row in state.columns.free_rows:
         _require(state.columns.admitted_steps[row] == NEVER, f"free row {row} looks held")
     orders = [request.order for request in running]

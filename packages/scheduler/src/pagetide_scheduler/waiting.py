@@ -25,7 +25,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._returning: list[Request] = []
-        self._lanes: dict[int, OrderedDict[str, Request]] = {}
+        self._lanes: dict[int, OrderedDict[int, Request]] = {}
         self._num_new = 0
 
     def __len__(self) -> int:
@@ -59,17 +59,27 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         """Takes a new request, which must be the latest of its priority."""
-        self._lanes.setdefault(request.priority, OrderedDict())[request.request_id] = request
+        self._lanes.setdefault(request.priority, OrderedDict())[request.queue_key] = request
         self._num_new += 1
 
     def add_returning(self, request: Request) -> None:
         """Takes a request back that has run."""
         insort(self._returning, request, key=_order)
 
+    def replace(self, request: Request, successor: Request) -> None:
+        """Puts `successor` in the place of a request that waits."""
+        successor.queue_key = request.queue_key
+        lane = self._lanes.get(request.priority)
+        if lane is not None and request.queue_key in lane:
+            lane[request.queue_key] = successor
+        else:
+            self.remove(request)
+            self.add_returning(successor)
+
     def remove(self, request: Request) -> None:
         """Removes a request that waits."""
         lane = self._lanes.get(request.priority)
-        if lane is not None and lane.pop(request.request_id, None) is not None:
+        if lane is not None and lane.pop(request.queue_key, None) is not None:
             self._num_new -= 1
             if not lane:
                 del self._lanes[request.priority]
