@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,3 +73,23 @@ def test_every_linear_of_a_model_is_packed(tiny_folder: Callable[..., Path]) -> 
     model = load_model(tiny_folder())
     assert not any(isinstance(module, Linear) for module in model.modules())
     assert sum(isinstance(module, PackedLinear) for module in model.modules()) == 5
+
+
+@pytest.mark.skipif(not can_pack(), reason="this PyTorch or CPU lacks the packed product")
+def test_plain_weights_are_freed_one_after_another(
+    tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = cpu_linear._pack
+    seen: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def watched(weight: Any) -> Any:
+        alive.append(sum(reference() is not None for reference in seen))
+        seen.append(weakref.ref(weight))
+        return pack(weight)
+
+    monkeypatch.setattr(cpu_linear, "_pack", watched)
+    load_model(tiny_folder({"tie_word_embeddings": False}, {"lm_head.weight": (70, 64)}))
+    assert len(seen) == 5
+    assert max(alive) <= 1  # the one before may still be bound in the loop
+    assert seen[-1]() is None

@@ -70,10 +70,13 @@ def pack_linears(model: nn.Module) -> None:
     """
     if not can_pack():
         return
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
+    # Parents only: a list that held the linears would keep every plain weight until the end.
+    parents = [module for module in model.modules() if not isinstance(module, Linear)]
+    for parent in parents:
+        for name in [name for name, _ in parent.named_children()]:
+            child = getattr(parent, name)
             if isinstance(child, Linear) and _is_packable(child.weight):
-                setattr(module, name, PackedLinear(child))
+                setattr(parent, name, PackedLinear(child))
 
 
 def _is_packable(weight: Tensor) -> bool:

@@ -27,7 +27,7 @@ def load_model(
     attention_backend: str = "auto",
     kv_dtype: str = "auto",
     block_size: int = 16,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> CausalLM:
     """Load a model for a paged KV cache.
 
@@ -68,7 +68,7 @@ def load_model(
     backend = select_backend(attention_backend, shape, device)
     options = BuildOptions(resolved, device, spec, backend)
     model = source.architecture.build(config, options)
-    fill_parameters(model, source, source.layout, show=progress)
+    fill_parameters(model, source, source.layout, show=bool(progress))
     pack_linears(model)
     return model.eval()
 
