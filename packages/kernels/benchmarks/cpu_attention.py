@@ -1,7 +1,7 @@
 """Times the ``cpu`` back end a layer and a step: ``python benchmarks/cpu_attention.py``.
 
-Six layers' caches in turn, so that no cache line survives from call to call in larger cases. Least and
-median of the runs, in microseconds: on a busy machine only the least means something.
+Six layers take turns, so that in larger cases nothing stays in the caches from call to call. It
+prints the least and the median, in microseconds: on a busy machine only the least means something.
 """
 
 from __future__ import annotations
