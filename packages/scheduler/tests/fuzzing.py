@@ -6,7 +6,7 @@ import random
 
 from harness import Engine, Load
 
-from pagetide_scheduler import FinishReason, Request, RequestState, StepPlan
+from pagetide_scheduler import FinishReason, Preemption, Request, RequestState, StepPlan
 
 
 def run_once(seed: int, num_requests: int = 25, **options: object) -> Engine:
@@ -39,6 +39,9 @@ def run_once(seed: int, num_requests: int = 25, **options: object) -> Engine:
         lookahead=draw.choice([1, 3, 8]),
         max_skips=draw.choice([1, 4]),
         max_wait_steps=draw.choice([3, 50]),
+        num_host_blocks=draw.choice([0, 0, 3, num_blocks, 4 * num_blocks]),
+        preemption=draw.choice(["auto", "recompute", "swap"]),
+        swap_cost=draw.choice([0.0, 1.0, 4.0]),
         watermark=draw.choice([0.0, 0.01]),
         max_model_len=draw.choice([max_prompt + 1, 60, 10_000]),
         fails=fails,
@@ -97,4 +100,6 @@ def _disturb(engine: Engine, draw: random.Random, forces: bool) -> None:
         )
         for request in running[1:]:  # never the oldest: it carries the proof of progress
             if draw.random() < 0.5:
-                assert scheduler.preempt(request.request_id)
+                way = draw.choice([None, *Preemption])
+                assert scheduler.preempt(request.request_id, way)
+                scheduler.verify()

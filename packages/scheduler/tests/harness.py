@@ -34,6 +34,7 @@ class Pending:
 
     plan: StepPlan
     free_blocks: list[int]
+    free_host_blocks: list[int]
     fails: bool
     result: StepResult | None = None
     error: Exception | None = None
@@ -63,8 +64,14 @@ class Engine:
         self.blocks = BlockManager(num_blocks, block_size, enable_prefix_cache=prefix_cache)
         self.config = SchedulerConfig(max_model_len=max_model_len, vocab_size=VOCAB_SIZE, **config)
         self.now = 0.0
+        self.host = BlockManager(num_host_blocks, block_size) if num_host_blocks else None
         self.scheduler = Scheduler(
-            self.config, self.blocks, eos_token_ids=eos, clock=lambda: self.now
+            self.config,
+            self.blocks,
+            host_block_manager=self.host,
+            eos_token_ids=eos,
+            clock=lambda: self.now,
+            seed=seed,
         )
         self.model = ToyModel(
             num_blocks=num_blocks,
@@ -86,6 +93,7 @@ class Engine:
         self.num_steps = 0
         self.num_preemptions = 0
         self.was_exhausted = False
+        self.num_copied = 0
         self.num_promised_steps = 0
         self.plans: list[StepPlan] = []
         self.keeps_plans = False
@@ -149,7 +157,14 @@ class Engine:
         if self.keeps_plans:
             self.plans.append(plan)
         self.num_steps += 1
-        self.pending.append(Pending(plan, list(self.blocks.free_blocks), self.fails(plan)))
+        self.pending.append(
+            Pending(
+                plan,
+                list(self.blocks.free_blocks),
+                list(self.host.free_blocks) if self.host is not None else [],
+                self.fails(plan),
+            )
+        )
         self._run_some(self.random.randint(0, len(self.pending)))
         return True
 
@@ -178,7 +193,10 @@ class Engine:
             if pending.result is None and pending.error is None:
                 try:
                     pending.result = self.model.run(
-                        pending.plan, free_blocks=pending.free_blocks, fails=pending.fails
+                        pending.plan,
+                        free_blocks=pending.free_blocks,
+                        free_host_blocks=pending.free_host_blocks,
+                        fails=pending.fails,
                     )
                 except StepFailedError as error:
                     pending.error = error
@@ -250,7 +268,12 @@ class Engine:
         for block in written:
             assert self.blocks.ref_count[block] == 1 + sum(block in table for table in shared)
         within = [c for c in plan.copies if c.direction is CopyDirection.WITHIN]
-        destinations = [c.destination for c in within]
+        out = [c for c in plan.copies if c.direction is CopyDirection.OUT]
+        inward = [c for c in plan.copies if c.direction is CopyDirection.IN]
+        assert list(plan.copies) == out + inward + within
+        assert len({c.destination for c in out}) == len(out)
+        self.num_copied += len(out)
+        destinations = [c.destination for c in inward + within]
         assert len(set(destinations)) == len(destinations)
         assert not set(destinations) & {c.source for c in within}
 
@@ -291,6 +314,8 @@ class Engine:
         assert self.scheduler.schedule().is_empty  # lets go of the last plan's copy sources
         assert self.blocks.num_available_blocks == self.blocks.total_blocks
         assert not self.blocks.sequence_blocks
+        if self.host is not None:
+            assert len(self.host.free_blocks) == self.host.total_blocks
 
 
 @dataclass

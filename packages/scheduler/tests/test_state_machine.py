@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from pagetide_scheduler import (
     FinishReason,
+    Preemption,
     RequestRefusedError,
     RequestState,
     SamplingParams,
@@ -30,6 +31,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlap=st.integers(0, 2),
         prefix_cache=st.booleans(),
         seed=st.integers(0, 1000),
+        admission=st.sampled_from(["fcfs", "lookahead", "reserve"]),
+        host_blocks=st.sampled_from([0, 2, 20]),
+        preemption=st.sampled_from(["auto", "recompute", "swap"]),
     )
     def start(
         self,
@@ -41,6 +45,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlap: int,
         prefix_cache: bool,
         seed: int,
+        admission: str,
+        host_blocks: int,
+        preemption: str,
     ) -> None:
         self.fails_next = False
         self.engine = Engine(
@@ -52,6 +59,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_chunk_tokens=chunk,
+            admission=admission,
+            num_host_blocks=host_blocks,
+            preemption=preemption,
+            max_skips=2,
+            lookahead=2,
             fails=self.fails,
         )
         self.count = 0
@@ -91,6 +103,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             pool = self.engine.blocks.total_blocks * self.engine.blocks.block_size
             assert len(prompt) + 1 > pool
 
+    @rule(prompt=st.lists(token_ids, min_size=1, max_size=9), count=st.integers(2, 3))
+    def add_samples(self, prompt: list[int], count: int) -> None:
+        self.count += 1
+        names = [f"r{self.count}.{index}" for index in range(count)]
+        wishes = [SamplingParams(max_tokens=4 + index, seed=index) for index in range(count)]
+        try:
+            self.engine.add_samples(names, prompt, wishes)
+        except RequestRefusedError:
+            assert not set(names) & set(self.engine.requests)
+
     @precondition(lambda self: len(self.engine.pending) <= self.engine.overlap)
     @rule()
     def plan(self) -> None:
@@ -117,12 +139,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         output = self.engine.finish(name, FinishReason.ABORT)
         assert (output is not None) == was_there
 
-    @rule(data=st.data())
-    def preempt(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), way=st.sampled_from([None, *Preemption]))
+    def preempt(self, data: st.DataObject, way: Preemption | None) -> None:
         running = [r for r in self.engine.requests.values() if r.state is RequestState.RUNNING]
         younger = sorted(running, key=lambda r: r.order)[1:]
         if younger:
-            self.engine.scheduler.preempt(data.draw(st.sampled_from(younger)).request_id)
+            name = data.draw(st.sampled_from(younger)).request_id
+            self.engine.scheduler.preempt(name, way)
             self.engine.scheduler.verify()
 
     def teardown(self) -> None:

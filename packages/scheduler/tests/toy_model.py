@@ -103,7 +103,12 @@ class ToyModel:
         self.last_step_id = 0
 
     def run(
-        self, plan: StepPlan, *, free_blocks: Sequence[int] = (), fails: bool = False
+        self,
+        plan: StepPlan,
+        *,
+        free_blocks: Sequence[int] = (),
+        free_host_blocks: Sequence[int] = (),
+        fails: bool = False,
     ) -> StepResult:
         """Performs one plan; poisons the blocks that are free while it runs."""
         if plan.step_id <= self.last_step_id:
@@ -111,6 +116,7 @@ class ToyModel:
         self.last_step_id = plan.step_id
         self._copy(plan)
         self.cache[list(free_blocks)] = POISON
+        self.host_cache[list(free_host_blocks)] = POISON
         for row, params, key, minimum in zip(
             plan.new_rows.tolist(),
             plan.new_params,

@@ -12,6 +12,7 @@ from pagetide_scheduler.errors import (
     RequestTooLargeError,
     SchedulerError,
 )
+from pagetide_scheduler.leaving import Preemption
 from pagetide_scheduler.params import SamplingParams
 from pagetide_scheduler.plan import (
     RequestOutput,
@@ -27,6 +28,7 @@ __all__ = [
     "FinishReason",
     "LengthLimit",
     "PlanOrderError",
+    "Preemption",
     "Request",
     "RequestOutput",
     "RequestRefusedError",

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from pagetide_kvcache import Admission, OutOfBlocksError
-from pagetide_scheduler.request import Request
+from pagetide_kvcache import Admission, BlockCopy, CopyDirection, OutOfBlocksError
+from pagetide_scheduler.request import Request, SwappedBlocks
 from pagetide_scheduler.state import SchedulerState
 
 
 def take_blocks(state: SchedulerState, request: Request) -> Admission | None:
-    """Blocks for every known token of `request`, those of its cached prefix by reference, or None.
+    """Blocks for every known token of `request`, or None if there are not enough.
 
-    While others run, the watermark's blocks are left for them to grow into.
+    What is computed already comes from the prefix cache by reference, or back from the host. While
+    others run, the watermark's blocks are left for them to grow into.
     """
+    if request.swapped is not None:
+        return _swap_in(state, request, request.swapped)
     blocks, tokens, name = state.blocks, request.tokens, request.request_id
     num_blocks = -(-len(tokens) // blocks.block_size)
-    reserve = state.num_watermark_blocks if state.running else 0
     reads_cache = not request.params.prompt_logprobs
     num_cached = blocks.match_prefix(tokens) if reads_cache else 0
+    reserve = state.num_watermark_blocks if state.running else 0
     if num_blocks - num_cached + reserve > blocks.num_available_blocks:
         return None
     try:
@@ -30,3 +33,27 @@ def take_blocks(state: SchedulerState, request: Request) -> Admission | None:
         blocks.free_sequence(name)
         return None
     return admission
+
+
+def _swap_in(state: SchedulerState, request: Request, swapped: SwappedBlocks) -> Admission | None:
+    blocks, host, name = state.blocks, state.host_blocks, request.request_id
+    if host is None:
+        raise ValueError("there is no host pool to swap in from")
+    num_blocks = -(-len(request.tokens) // blocks.block_size)
+    reserve = state.num_watermark_blocks if state.running else 0
+    if num_blocks - swapped.num_kept + reserve > blocks.num_available_blocks:
+        return None
+    # The kept blocks are full, so nothing that others hold is written and nothing copied here.
+    blocks.grow(name, swapped.num_kept * blocks.block_size, len(request.tokens))
+    table = blocks.sequence_blocks[name]
+    sources = host.sequence_blocks[name]
+    destinations = table[swapped.num_kept : swapped.num_kept + len(sources)]
+    state.swap_copies.extend(
+        BlockCopy(source, destination, CopyDirection.IN)
+        for source, destination in zip(sources, destinations, strict=True)
+    )
+    # A plan copies out before it copies in, and nobody swaps out behind an admission: so these
+    # host blocks are not overwritten before they are read.
+    host.free_sequence(name)
+    request.swapped = None
+    return Admission(table, swapped.num_computed_tokens)

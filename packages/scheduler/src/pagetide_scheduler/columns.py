@@ -77,7 +77,7 @@ class RunningColumns:
         return row
 
     def share_open_block(self, *requests: Request) -> None:
-        """Notes that these running requests hold the same open block: who writes first copies it."""
+        """Notes that running requests hold the same open block: who writes first copies it."""
         for request in requests:
             self.is_open_shared[_row(request)] = True
 

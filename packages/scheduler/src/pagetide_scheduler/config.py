@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 AdmissionName = Literal["fcfs", "lookahead", "reserve"]
+PreemptionName = Literal["recompute", "swap", "auto"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,11 @@ class SchedulerConfig:
         max_skips: Times a request may be passed by later ones before nothing passes it any more.
         max_wait_steps: Steps a request may stand at the head before nothing passes it any more.
         max_overlap: Plans in flight at most while another is made; only promises count on it.
+        preemption: How a running request gives up its blocks when they run out: `recompute`, `swap`
+            to the host pool, or `auto`, whichever loses less time. Without a host pool, or where
+            nothing would travel, it recomputes.
+        swap_cost: Time to move a block out and in again, in prompt tokens that could be computed
+            meanwhile; `auto` and the choice of whom to preempt depend on it.
         watermark: Share of the pool that admission leaves free so that running requests can grow,
             in [0, 0.01]; it does not apply when nothing runs.
         priority_steps: How many steps of waiting one level of priority is worth: a request of
@@ -46,6 +52,8 @@ class SchedulerConfig:
     max_skips: int = 8
     max_wait_steps: int = 256
     max_overlap: int = 2
+    preemption: PreemptionName = "auto"
+    swap_cost: float = 4.0
     watermark: float = 0.01
     priority_steps: int = 256
     vocab_size: int | None = None
@@ -70,6 +78,11 @@ class SchedulerConfig:
         names = get_args(AdmissionName)
         if self.admission not in names:
             raise ValueError(f"admission must be one of {names}, got {self.admission!r}")
+        ways = get_args(PreemptionName)
+        if self.preemption not in ways:
+            raise ValueError(f"preemption must be one of {ways}, got {self.preemption!r}")
+        if not (math.isfinite(self.swap_cost) and self.swap_cost >= 0):
+            raise ValueError(f"swap_cost must be at least 0, got {self.swap_cost}")
         if self.max_model_len < 2:
             raise ValueError("max_model_len must be at least 2: a prompt token and a generated one")
         if not (math.isfinite(self.watermark) and 0 <= self.watermark <= 0.01):

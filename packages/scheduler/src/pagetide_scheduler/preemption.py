@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagetide_kvcache import BlockManager, OutOfBlocksError
+from pagetide_kvcache import OutOfBlocksError
 from pagetide_scheduler.assembly import PlanDraft
+from pagetide_scheduler.leaving import Sacrifice, forget_kept_blocks, give_up, weigh
 from pagetide_scheduler.plan import Batch
 from pagetide_scheduler.request import Request
 from pagetide_scheduler.state import SchedulerState
@@ -46,7 +47,10 @@ def _grow_one_by_one(state: SchedulerState, draft: PlanDraft, growing: list[Requ
         while request.row is not None and not _grow(state, draft, request):
             # Everybody younger is still unserved; if nobody is, the request itself makes room.
             younger = state.running.younger_than(request)
-            state.send_back(choose_victim(state.blocks, younger) if younger else request)
+            victim, sacrifice = choose_victim(state, younger or [request])
+            if victim is request and forget_kept_blocks(state):
+                continue
+            give_up(state, victim, sacrifice)
             has_preempted = True
     return has_preempted
 
@@ -69,18 +73,13 @@ def _grow(state: SchedulerState, draft: PlanDraft, request: Request) -> bool:
     return True
 
 
-def choose_victim(blocks: BlockManager, candidates: Sequence[Request]) -> Request:
-    """The candidate that loses the least computed tokens for each block that comes free.
+def choose_victim(
+    state: SchedulerState, candidates: Sequence[Request]
+) -> tuple[Request, Sacrifice]:
+    """The candidate that loses the least work for each block that comes free, and how.
 
     One that frees nothing counts last, but counts: its leaving makes shared blocks private. Of
     equals the youngest leaves.
     """
-
-    def lost_tokens_a_block(request: Request) -> tuple[float, float]:
-        ref_count = blocks.ref_count
-        table = blocks.sequence_blocks[request.request_id]
-        num_freed = sum(ref_count[block_id] == 1 for block_id in table)
-        lost = request.num_computed_tokens
-        return (lost / num_freed, 0) if num_freed else (float("inf"), lost)
-
-    return min(reversed(candidates), key=lost_tokens_a_block)
+    weighed = [(request, weigh(state, request)) for request in reversed(candidates)]
+    return min(weighed, key=lambda pair: pair[1].cost)

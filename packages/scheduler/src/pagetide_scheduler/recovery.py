@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagetide_scheduler.errors import PlanOrderError
+from pagetide_scheduler.leaving import forget_blocks, start_over
 from pagetide_scheduler.plan import Batch, StepPlan
 from pagetide_scheduler.request import Request
 from pagetide_scheduler.state import SchedulerState
@@ -57,11 +58,12 @@ class Recovery:
 
         running = [r for r in state.running if state.columns.last_steps[r.row] >= plan.step_id]
         for request in running:
-            state.send_back(request)
+            start_over(state, request)
         for request in state.waiting.returning:
             if request.last_step >= plan.step_id:
                 # An earlier plan in flight may name it too; it must not start before that is read.
                 request.last_step = plan.step_id - 1
+                forget_blocks(state, request)
                 request.is_suspect = True
                 self._suspects[request.request_id] = request
         return culprit

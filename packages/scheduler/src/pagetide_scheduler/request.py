@@ -47,6 +47,19 @@ class LengthLimit:
     reason: FinishReason
 
 
+@dataclass(frozen=True, slots=True)
+class SwappedBlocks:
+    """What a preempted request left behind.
+
+    Attributes:
+        num_kept: Leading blocks that it still holds on the device; the others are on the host.
+        num_computed_tokens: Tokens whose keys and values these blocks hold together.
+    """
+
+    num_kept: int
+    num_computed_tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request, changed only by the `Scheduler`.
@@ -69,6 +82,7 @@ class Request:
         followers: The samples that this one computes the prompt for.
         row: Its place in device state while it runs.
         num_skips: Steps in which a later request was admitted past it since it began to wait.
+        swapped: Where its blocks are, if it was swapped out.
         last_step: The last plan that names it, while it does not run (a running request's is in
             the columns).
     """
@@ -93,6 +107,8 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_skips: int = 0
+    num_swaps: int = 0
+    swapped: SwappedBlocks | None = None
     admitted_time: float | None = None
     first_token_time: float | None = None
     finish_reason: FinishReason | None = None

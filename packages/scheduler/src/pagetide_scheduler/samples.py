@@ -9,6 +9,7 @@ to the open block first copies it. From there on they are requests like any othe
 from __future__ import annotations
 
 from pagetide_scheduler.assembly import Fork, PlanDraft
+from pagetide_scheduler.leaving import forget_blocks, release
 from pagetide_scheduler.request import Request
 from pagetide_scheduler.state import SchedulerState
 
@@ -38,9 +39,10 @@ def hand_over(state: SchedulerState, leader: Request) -> None:
     follow(successor, others)
     leader.followers = []
     if leader.row is None:
+        forget_blocks(state, leader)
         state.waiting.replace(leader, successor)
     else:
-        state.release(leader)
+        release(state, leader)
         state.waiting.add_returning(successor)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from pagetide_kvcache import BlockManager
+from pagetide_kvcache import BlockCopy, BlockManager
 from pagetide_scheduler.columns import RunningColumns
 from pagetide_scheduler.config import SchedulerConfig
 from pagetide_scheduler.plan import StepPlan
@@ -35,6 +35,8 @@ class SchedulerState:
         requests: Every unfinished request by id.
         running: Those that hold a row and blocks.
         waiting: All others, but for samples that follow another.
+        host_blocks: The pool that swapped requests' blocks go to, if there is one.
+        swap_copies: Copies out to it and in from it that the next plan performs.
         leaders: Running requests that compute a prompt for others too.
         plans: Plans in flight, oldest first.
     """
@@ -48,6 +50,8 @@ class SchedulerState:
     leaders: dict[str, Request]
     plans: deque[StepPlan]
     progress: Progress
+    host_blocks: BlockManager | None
+    swap_copies: list[BlockCopy]
 
     @property
     def num_watermark_blocks(self) -> int:
@@ -66,19 +70,3 @@ class SchedulerState:
     def is_in_flight(self, request: Request) -> bool:
         """Whether a plan that names this waiting request has not been read yet."""
         return bool(self.plans) and request.last_step >= self.plans[0].step_id
-
-    def release(self, request: Request) -> None:
-        """Takes row and blocks from a running request.
-
-        Both may be given away by the next plan whatever is in flight, since plans run in order.
-        """
-        self.running.remove(request)
-        self.columns.leave(request)
-        self.leaders.pop(request.request_id, None)
-        self.blocks.free_sequence(request.request_id)
-
-    def send_back(self, request: Request) -> None:
-        """Lets a running request start over: it waits, ahead of new ones, with what is known."""
-        self.release(request)
-        request.num_preemptions += 1
-        self.waiting.add_returning(request)

@@ -24,10 +24,14 @@ def verify_scheduler(state: SchedulerState) -> None:
         and known == {id(request) for request in state.requests.values()},
         "a request is nowhere, or in two places",
     )
+    swapped = {request.request_id for request in waiting if request.swapped is not None}
     _require(
-        set(state.blocks.sequence_blocks) == {request.request_id for request in running},
-        "blocks are held by other requests than the running ones",
+        set(state.blocks.sequence_blocks) == {r.request_id for r in running} | swapped,
+        "blocks are held by other requests than the running and the swapped ones",
     )
+    if state.host_blocks is not None:
+        state.host_blocks.verify()
+        _require(set(state.host_blocks.sequence_blocks) == swapped, "the host holds others' blocks")
     rows = sorted([row for r in running if (row := r.row) is not None] + state.columns.free_rows)
     _require(rows == list(range(state.config.max_num_seqs)), "a row is lost, or held twice")
     leading = {request.request_id for request in running if request.followers}

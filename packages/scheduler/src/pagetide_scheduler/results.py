@@ -1,0 +1,148 @@
+"""Reading what a step produced into the requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from pagetide_scheduler.errors import PlanOrderError
+from pagetide_scheduler.plan import (
+    Batch,
+    Int32Column,
+    Mask,
+    RequestOutput,
+    StepOutput,
+    StepPlan,
+    StepResult,
+)
+from pagetide_scheduler.request import FinishReason, Request
+from pagetide_scheduler.state import SchedulerState
+from pagetide_scheduler.stop_tokens import StopTokens
+
+End = Callable[[Request, FinishReason, str | None], RequestOutput]
+
+
+def take_in_order(state: SchedulerState, plan: StepPlan, result: StepResult) -> None:
+    """Takes the oldest plan out of flight.
+
+    Raises:
+        PlanOrderError: `plan` is another.
+        ValueError: `result` is not one of this plan.
+    """
+    plans = state.plans
+    if not plans or plans[0] is not plan:
+        oldest = f"plan {plans[0].step_id} is the oldest" if plans else "no plan is"
+        raise PlanOrderError(f"plan {plan.step_id} cannot be read now: {oldest} in flight")
+    if len(result.num_tokens) != plan.num_samples:
+        raise ValueError(
+            f"plan {plan.step_id} has {plan.num_samples} samples, the result "
+            f"{len(result.num_tokens)}"
+        )
+    odd = np.flatnonzero(result.num_tokens != 1)
+    if len(odd) and not {error.sample for error in result.errors}.issuperset(odd.tolist()):
+        raise ValueError("num_tokens must be 1 for every sample: no drafts were planned")
+    plans.popleft()
+    state.progress.num_updates += 1
+
+
+def commit_full_blocks(state: SchedulerState, plan: StepPlan, are_held: Mask) -> None:
+    """Makes blocks findable that `plan` filled, for requests that still hold their rows.
+
+    Only to the end of what this plan computed: later plans may have computed more, but they have
+    not succeeded yet.
+    """
+    columns, sequences = state.columns, plan.sequences
+    size = columns.block_size
+    is_full = (columns.commit_at[sequences.rows] <= plan.seq_lens) & are_held
+    full = is_full.nonzero()[0]
+    if not len(full):
+        return
+    requests = [sequences.requests[index] for index in full.tolist()]
+    rows, ends = sequences.rows[full], plan.seq_lens[full]
+    columns.flush_all(requests, rows)
+    columns.commit_at[rows] = (ends // size + 1) * size
+    commit = state.blocks.commit
+    for request, end in zip(requests, ends.tolist(), strict=True):
+        commit(request.request_id, request.tokens, end)
+
+
+class ResultReader:
+    """Appends sampled tokens to requests and finds those that end.
+
+    Args:
+        state: The books.
+        stop_tokens: Every id that ends any request.
+        clock: For the time of a first token.
+        end: Ends a request for a reason, with an error message if there is one.
+    """
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        stop_tokens: StopTokens,
+        clock: Callable[[], float],
+        end: End,
+    ) -> None:
+        self._state = state
+        self._stop_tokens = stop_tokens
+        self._clock = clock
+        self._end = end
+
+    def append(self, samples: Batch, result: StepResult, are_held: Mask) -> StepOutput:
+        """Appends a token to each of `samples`, whatever has become of it meanwhile."""
+        token_ids = result.token_ids[:, 0]
+        if are_held.all() and not result.errors:
+            finished = self._append_running(samples, token_ids)
+            return StepOutput(samples.request_ids, token_ids, finished)
+        return self._append_mixed(samples, result, are_held)
+
+    def _append_running(self, samples: Batch, token_ids: Int32Column) -> tuple[RequestOutput, ...]:
+        """All of them run: one look at the columns finds those with an event."""
+        columns = self._state.columns
+        lengths = columns.append(samples.rows, token_ids)
+        has_event = lengths >= columns.event_at[samples.rows]
+        candidates = self._stop_tokens.candidates(token_ids)
+        if candidates is not None:
+            has_event |= candidates
+        finished = []
+        for index in has_event.nonzero()[0].tolist():
+            request = samples.requests[index]
+            output = self._look_at(request, int(token_ids[index]), int(lengths[index]))
+            if output is not None:
+                finished.append(output)
+        return tuple(finished)
+
+    def _append_mixed(self, samples: Batch, result: StepResult, are_held: Mask) -> StepOutput:
+        """Some of them wait again, have ended, or failed."""
+        token_ids = result.token_ids[:, 0]
+        errors = {error.sample: error.message for error in result.errors}
+        kept, finished = [], []
+        is_plain = are_held.copy()
+        is_plain[list(errors)] = False
+        for index in (~is_plain).nonzero()[0].tolist():
+            request = samples.requests[index]
+            if request.finish_reason is not None:
+                continue  # it ended while this step was in flight; the extra token is dropped
+            if index in errors:
+                finished.append(self._end(request, FinishReason.ERROR, errors[index]))
+                continue
+            kept.append(index)
+            request.tokens.append(int(token_ids[index]))
+            output = self._look_at(request, int(token_ids[index]), len(request.tokens))
+            if output is not None:
+                finished.append(output)
+        plain = is_plain.nonzero()[0]
+        finished += self._append_running(samples.take(plain), token_ids[plain])
+        order = np.concatenate((plain, np.array(kept, np.int64)))
+        ids = tuple([samples.request_ids[i] for i in order.tolist()])
+        return StepOutput(ids, token_ids[order], tuple(finished))
+
+    def _look_at(self, request: Request, token_id: int, num_tokens: int) -> RequestOutput | None:
+        """Handles a token that may be a request's first or last."""
+        if request.first_token_time is None:
+            request.first_token_time = self._clock()
+            if request.row is not None:
+                self._state.columns.event_at[request.row] = request.limit.num_tokens
+        reason = request.stops_at(token_id, num_tokens)
+        return None if reason is None else self._end(request, reason, None)
