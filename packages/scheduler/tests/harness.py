@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TextIO
 
 import numpy as np
 from toy_model import StepFailedError, ToyModel, generate_alone
@@ -23,9 +24,21 @@ from pagetide_scheduler import (
     StepPlan,
     StepResult,
 )
+from pagetide_scheduler.journal import Recorder
 
 VOCAB_SIZE = 61
 EOS = (0,)
+
+
+class Recorded:
+    """A recorder that can also be looked into as the scheduler it records."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __getattr__(self, name: str) -> object:
+        owner = self._recorder if hasattr(Recorder, name) else self._recorder.scheduler
+        return getattr(owner, name)
 
 
 @dataclass
@@ -59,20 +72,31 @@ class Engine:
         eos: Sequence[int] = EOS,
         max_model_len: int = 10_000,
         fails: Callable[[StepPlan], bool] = lambda plan: False,
+        journal: TextIO | None = None,
         **config: object,
     ) -> None:
-        self.blocks = BlockManager(num_blocks, block_size, enable_prefix_cache=prefix_cache)
         self.config = SchedulerConfig(max_model_len=max_model_len, vocab_size=VOCAB_SIZE, **config)
         self.now = 0.0
-        self.host = BlockManager(num_host_blocks, block_size) if num_host_blocks else None
-        self.scheduler = Scheduler(
-            self.config,
-            self.blocks,
-            host_block_manager=self.host,
-            eos_token_ids=eos,
-            clock=lambda: self.now,
-            seed=seed,
-        )
+        common = {"eos_token_ids": eos, "clock": lambda: self.now, "seed": seed}
+        if journal is None:
+            self.blocks = BlockManager(num_blocks, block_size, enable_prefix_cache=prefix_cache)
+            self.host = BlockManager(num_host_blocks, block_size) if num_host_blocks else None
+            self.scheduler = Scheduler(
+                self.config, self.blocks, host_block_manager=self.host, **common
+            )
+        else:
+            recorder = Recorder(
+                self.config,
+                num_blocks,
+                block_size,
+                journal,
+                host_blocks=num_host_blocks,
+                enable_prefix_cache=prefix_cache,
+                **common,
+            )
+            self.blocks = recorder.scheduler._state.blocks
+            self.host = recorder.scheduler._state.host_blocks
+            self.scheduler = Recorded(recorder)
         self.model = ToyModel(
             num_blocks=num_blocks,
             block_size=block_size,

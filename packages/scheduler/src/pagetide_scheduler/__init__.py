@@ -21,6 +21,7 @@ from pagetide_scheduler.plan import (
     StepPlan,
     StepResult,
 )
+from pagetide_scheduler.records import StepRecord
 from pagetide_scheduler.request import FinishReason, LengthLimit, Request, RequestState
 from pagetide_scheduler.scheduler import Scheduler
 
@@ -41,6 +42,7 @@ __all__ = [
     "SchedulerError",
     "StepOutput",
     "StepPlan",
+    "StepRecord",
     "StepResult",
     "__version__",
 ]

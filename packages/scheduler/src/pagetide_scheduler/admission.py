@@ -6,9 +6,13 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pagetide_scheduler.request import Request
 from pagetide_scheduler.waiting import WaitingQueue
+
+if TYPE_CHECKING:
+    from pagetide_scheduler.reservation import Reservation
 
 
 class Outcome(enum.Enum):
@@ -44,6 +48,11 @@ NO_BACKFILLS: Mapping[str, Backfill] = {}
 
 class AdmissionPolicy(ABC):
     """Decides whom to try; `attempt` decides whether there is room, and takes it."""
+
+    @property
+    def promise(self) -> Reservation | None:
+        """The promise that stands, if this policy makes any."""
+        return None
 
     @property
     def backfills(self) -> Mapping[str, Backfill]:

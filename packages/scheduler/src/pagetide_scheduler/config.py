@@ -37,6 +37,7 @@ class SchedulerConfig:
         priority_steps: How many steps of waiting one level of priority is worth: a request of
             priority 1 goes before those of priority 0 that came up to this many steps earlier, so
             nobody starves.
+        num_records: Steps whose records are kept.
         vocab_size: Token ids from here on are refused; None checks only that they are not negative.
 
     Raises:
@@ -56,6 +57,7 @@ class SchedulerConfig:
     swap_cost: float = 4.0
     watermark: float = 0.01
     priority_steps: int = 256
+    num_records: int = 1024
     vocab_size: int | None = None
 
     @property
@@ -65,7 +67,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         counts = ["max_model_len", "max_num_seqs", "max_num_batched_tokens", "priority_steps"]
-        counts += ["lookahead", "max_skips", "max_wait_steps"]
+        counts += ["lookahead", "max_skips", "max_wait_steps", "num_records"]
         options = ["max_chunk_tokens", "vocab_size"]
         if isinstance(self.max_overlap, bool) or not self.max_overlap >= 0:
             raise ValueError(f"max_overlap must be at least 0, got {self.max_overlap!r}")

@@ -84,6 +84,7 @@ def start_over(state: SchedulerState, request: Request) -> None:
     """Lets a running request compute everything again: it waits, ahead of new ones."""
     release(state, request)
     request.num_preemptions += 1
+    state.progress.preempted.append(request.request_id)
     state.waiting.add_returning(request)
 
 
@@ -136,6 +137,7 @@ def _swap_out(state: SchedulerState, request: Request, sacrifice: Sacrifice) -> 
     request.last_step = state.progress.next_step_id  # the plan that performs the copies names it
     blocks.truncate(name, num_kept * blocks.block_size)
     request.num_preemptions += 1
+    state.progress.preempted.append(request.request_id)
     request.num_swaps += 1
     state.waiting.add_returning(request)
 

@@ -72,6 +72,10 @@ class Reserve(AdmissionPolicy):
         self._is_void = False
 
     @property
+    def promise(self) -> Reservation | None:
+        return None if self._is_void else self.reservation
+
+    @property
     def backfills(self) -> Mapping[str, Backfill]:
         """Running requests that get only what the others leave, by id."""
         if self.reservation is None or self._is_void:

@@ -26,6 +26,7 @@ from pagetide_scheduler.leaving import Preemption, forget_blocks, give_up, relea
 from pagetide_scheduler.params import SamplingParams
 from pagetide_scheduler.plan import Batch, RequestOutput, StepOutput, StepPlan, StepResult
 from pagetide_scheduler.policies import make_policy
+from pagetide_scheduler.records import StepRecord, explain
 from pagetide_scheduler.recovery import Recovery
 from pagetide_scheduler.request import FinishReason, Request
 from pagetide_scheduler.results import ResultReader, commit_full_blocks, take_in_order
@@ -56,6 +57,9 @@ class Scheduler:
         eos_token_ids: The model's end-of-sequence ids.
         clock: Seconds, for the times in `RequestOutput`.
         seed: Makes the random keys of requests without a seed of their own repeatable.
+
+    Attributes:
+        records: A record of each of the last steps, oldest first.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class Scheduler:
         self._random = random.Random(seed)  # None: seeded by the operating system
         self._reader = ResultReader(self._state, self._stop_tokens, clock, self._end)
         self._num_added = 0
+        self.records: deque[StepRecord] = deque(maxlen=config.num_records)
 
     # ---- requests come and go -------------------------------------------------------------------
 
@@ -227,6 +232,13 @@ class Scheduler:
         self._policy.void()
         return True
 
+    def why(self, request_id: str) -> str:
+        """Why a request waits, or what it does, in a sentence with numbers."""
+        request = self._state.requests.get(request_id)
+        if request is None:
+            return "unknown, or it has ended"
+        return explain(self._state, request, self._policy.promise)
+
     @property
     def has_unfinished(self) -> bool:
         """Whether any request has not ended."""
@@ -257,19 +269,18 @@ class Scheduler:
         state = self._state
         state.blocks.start_plan()
         draft = PlanDraft(state.progress.next_step_id, state.config.max_num_batched_tokens)
+        passed: list[Request] = []
         suspect = self._recovery.suspect
         if suspect is not None:
             self._plan_suspect(draft, suspect)
         elif not serve_running(state, self._policy, draft, state.running.batch):
             attempt = partial(try_to_admit, state, draft, self._clock)
-            self._policy.admit(state.waiting, draft.step_id, attempt)
+            passed = self._policy.admit(state.waiting, draft.step_id, attempt)
         if state.leaders:
             fork_samples(state, draft, self._clock())
         plan = draft.assemble(state.columns, state.swap_copies)
         if not plan.is_empty:
-            state.progress.next_step_id += 1
-            state.plans.append(plan)
-            state.swap_copies.clear()
+            self._submitted(plan, draft, passed)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
@@ -323,6 +334,27 @@ class Scheduler:
         verify_scheduler(self._state)
 
     # ---- parts of these -------------------------------------------------------------------------
+
+    def _submitted(self, plan: StepPlan, draft: PlanDraft, passed: list[Request]) -> None:
+        """Counts a plan as in flight and writes its record."""
+        state, progress = self._state, self._state.progress
+        state.plans.append(plan)
+        state.swap_copies.clear()
+        record = StepRecord(
+            step_id=plan.step_id,
+            num_tokens=plan.num_tokens,
+            num_seqs=plan.num_seqs,
+            num_samples=plan.num_samples,
+            num_copies=len(plan.copies),
+            admitted=tuple([request.request_id for request in draft.new]),
+            preempted=tuple(progress.preempted),
+            passed=tuple([request.request_id for request in passed]),
+            num_waiting=len(state.waiting),
+            num_available_blocks=state.blocks.num_available_blocks,
+        )
+        self.records.append(record)
+        progress.preempted.clear()
+        progress.next_step_id += 1
 
     def _plan_suspect(self, draft: PlanDraft, suspect: Request) -> None:
         """Plans a request of a failed step alone, or the others until it can be."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pagetide_kvcache import BlockCopy, BlockManager
 from pagetide_scheduler.columns import RunningColumns
@@ -21,10 +21,12 @@ class Progress:
     Attributes:
         next_step_id: Number of the next plan that is not empty.
         num_updates: Results read.
+        preempted: Requests that gave up their blocks since the last plan that was not empty.
     """
 
     next_step_id: int = 1
     num_updates: int = 0
+    preempted: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
