@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 from pagetide_runtime.__about__ import __version__
 
 if TYPE_CHECKING:
-    from pagetide_scheduler import FinishReason, RequestOutput, SamplingParams
-
     from pagetide_runtime.completion import Completion, TextChunk
     from pagetide_runtime.config import EngineConfig
     from pagetide_runtime.engine import Engine
     from pagetide_runtime.errors import EngineDeadError, MemoryPlanError
     from pagetide_runtime.llm import LLM
     from pagetide_runtime.model_runner import ModelRunner
+    from pagetide_scheduler import FinishReason, RequestOutput, SamplingParams
 
 __all__ = [
     "LLM",

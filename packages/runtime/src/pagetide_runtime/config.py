@@ -12,7 +12,8 @@ class EngineConfig:
     """Limits and choices of one engine; everything has a default that works.
 
     Attributes:
-        device: `"auto"` (CUDA where there is a usable card, else the CPU), or a torch device string.
+        device: `"auto"` (CUDA where there is a usable card, else the CPU), or a torch device
+            string.
         dtype: the weights' and activations' dtype, or `"auto"` (`pagetide_models.load_model`).
         kv_dtype: what keys and values are stored as, or `"auto"` (the model's dtype).
         attention_backend: a name of `pagetide_kernels.available_backends()`, or `"auto"`.

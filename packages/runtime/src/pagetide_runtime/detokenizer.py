@@ -26,13 +26,22 @@ class Detokenizer:
 
     Args:
         tokenizer: gives each token's bytes.
+        strips_leading_space: whether a space that begins the text is dropped, as tokenizers of the
+            SentencePiece kind do, which put one before the first word.
         stop: stop strings; text from the first one on is never returned. Which comes first is
             decided as if the text came a character at a time, so it does not depend on how the
             tokens were cut: the stop string that is complete earliest, and of those the longest.
     """
 
-    def __init__(self, tokenizer: TokenBytes, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenBytes,
+        stop: Sequence[str] = (),
+        *,
+        strips_leading_space: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._strips_space = strips_leading_space
         self._stop = tuple(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
@@ -58,7 +67,7 @@ class Detokenizer:
         return self._emit(self._decoder.decode(token_bytes) if token_bytes else "")
 
     def finish(self) -> str:
-        """Returns what was held back: an unfinished stop string, an incomplete character (U+FFFD)."""
+        """Returns what was held back: an unfinished stop string, half a character (U+FFFD)."""
         if self.is_stopped:
             return ""
         piece = self._emit(self._decoder.decode(b"", final=True))
@@ -69,6 +78,9 @@ class Detokenizer:
         return piece
 
     def _emit(self, piece: str) -> str:
+        if self._strips_space and piece:
+            self._strips_space = False
+            piece = piece.removeprefix(" ")
         self._held += piece
         matches = [
             (start + len(stop), start)

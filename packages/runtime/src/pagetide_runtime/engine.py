@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+
+from pagetide_runtime.errors import EngineDeadError
 from pagetide_scheduler import (
     FinishReason,
     Request,
@@ -17,8 +19,6 @@ from pagetide_scheduler import (
     StepPlan,
     StepResult,
 )
-
-from pagetide_runtime.errors import EngineDeadError
 
 __all__ = ["Engine", "Handle", "Runner"]
 
@@ -98,8 +98,8 @@ class Engine:
         """Plans a step, starts it, and takes in the oldest step that is due.
 
         With plans in flight the output is that of an earlier step, and may be empty. A step that
-        raised ends no request by itself: the requests it concerns are computed again, each alone, and
-        only one that fails alone ends with `FinishReason.ERROR`.
+        raised ends no request by itself: the requests it concerns are computed again, each alone,
+        and only one that fails alone ends with `FinishReason.ERROR`.
 
         Raises:
             EngineDeadError: the device cannot be used any more; every request has been ended.
@@ -138,7 +138,7 @@ class Engine:
         for _, handle in self._in_flight:
             try:
                 handle.result()
-            except Exception:  # noqa: S112 - the oldest step's error is the one reported
+            except Exception:
                 continue
         self._in_flight.clear()
         if not self.runner.is_usable():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+
 from pagetide_kernels import AttentionBounds, AttentionMetadata
 from pagetide_scheduler import StepPlan
-from torch import Tensor
 
 __all__ = ["InputBuffers"]
 
@@ -15,8 +16,8 @@ __all__ = ["InputBuffers"]
 class InputBuffers:
     """Block tables and last sampled tokens by row, which outlive a step.
 
-    A plan changes them by deltas, in plan order, on the stream that the kernels run on; so a row or a
-    block that one plan gives back may be given away by the next while the first still runs.
+    A plan changes them by deltas, in plan order, on the stream that the kernels run on; so a row or
+    a block that one plan gives back may be given away by the next while the first still runs.
 
     Attributes:
         block_tables: int32 `[num_rows, max_blocks]`.

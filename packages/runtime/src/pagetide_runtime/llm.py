@@ -7,19 +7,16 @@ import os
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-import torch
-from pagetide_kvcache import BlockManager, KVCache
-from pagetide_models import ModelSource, Tokenizer, load_model, open_model
-from pagetide_scheduler import FinishReason, SamplingParams, Scheduler, SchedulerConfig, StepOutput
 from tqdm.auto import tqdm
 
+from pagetide_models import ModelSource, Tokenizer, load_model, open_model
+from pagetide_runtime.build import build_engine, make_block_manager, resolve_device
 from pagetide_runtime.completion import Completion, TextChunk
 from pagetide_runtime.config import EngineConfig
 from pagetide_runtime.detokenizer import Detokenizer
-from pagetide_runtime.engine import Engine
-from pagetide_runtime.memory import plan_num_blocks
-from pagetide_runtime.model_runner import ModelRunner
+from pagetide_scheduler import FinishReason, SamplingParams, StepOutput
 
 __all__ = ["LLM"]
 
@@ -41,8 +38,8 @@ class LLM:
     """A model, ready to answer.
 
     Args:
-        model: a GGUF file, a folder with config.json, safetensors and tokenizer.json, a Hugging Face
-            hub id, or what `pagetide_models.open_model` returned for one of them.
+        model: a GGUF file, a folder with config.json, safetensors and tokenizer.json, a Hugging
+            Face hub id, or what `pagetide_models.open_model` returned for one of them.
         revision: the hub's branch, tag or commit, where `model` is a hub id.
         progress: whether loading and `generate` show a progress bar on a terminal.
         **options: the fields of `EngineConfig`.
@@ -68,7 +65,17 @@ class LLM:
         source = model if isinstance(model, ModelSource) else open_model(model, revision=revision)
         self.tokenizer: Tokenizer = source.load_tokenizer()
         self.config = config
-        self.engine, self.block_manager = _build_engine(source, config, progress=progress)
+        model_ = load_model(
+            source,
+            device=str(resolve_device(config.device)),
+            dtype=config.dtype,
+            attention_backend=config.attention_backend,
+            kv_dtype=config.kv_dtype,
+            block_size=config.block_size,
+            progress=progress,
+        )
+        self.block_manager = make_block_manager(model_, config)
+        self.engine = build_engine(model_, config, self.block_manager)
         self._progress = progress
         self._request_ids = itertools.count()
         self._active: dict[str, _Active] = {}
@@ -88,7 +95,8 @@ class LLM:
             One `Completion` a prompt, in the prompts' order.
 
         Raises:
-            ValueError: no prompts, an empty one, one that can never fit, or not one params a prompt.
+            ValueError: no prompts, an empty one, one that can never fit, or not one params a
+            prompt.
         """
         prompts = _as_prompts(prompts)
         completions: list[Completion | None] = [None] * len(prompts)
@@ -115,7 +123,7 @@ class LLM:
         wishes = _as_params(params, len(prompts))
         added: dict[str, _Active] = {}
         try:
-            for index, (prompt, wish) in enumerate(zip(prompts, wishes)):
+            for index, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True)):
                 request_id, active = self._add(index, prompt, wish)
                 added[request_id] = active
         except BaseException:
@@ -123,9 +131,7 @@ class LLM:
             raise
         return self._run(added)
 
-    def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None
-    ) -> Completion:
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
         """Answers a conversation, put together by the model's own chat template.
 
         Args:
@@ -137,7 +143,8 @@ class LLM:
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, ready for the assistant's answer.
 
-        The template's own special tokens count as such; those that stand in a message are plain text.
+        The template's own special tokens count as such; those that stand in a message are plain
+        text.
 
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
@@ -149,7 +156,12 @@ class LLM:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         request_id = f"request-{next(self._request_ids)}"
         self.engine.add_request(request_id, token_ids, params)
-        active = _Active(index, text, Detokenizer(self.tokenizer, params.stop))
+        detokenizer = Detokenizer(
+            self.tokenizer,
+            params.stop,
+            strips_leading_space=self.tokenizer.strips_leading_space,
+        )
+        active = _Active(index, text, detokenizer)
         self._active[request_id] = active
         return request_id, active
 
@@ -176,7 +188,7 @@ class LLM:
         """Turns a step's tokens into chunks; a stop string found here ends its request."""
         pieces: dict[str, str] = {}
         ended = {finished.request_id: finished for finished in output.finished}
-        for request_id, token_id in zip(output.request_ids, output.token_ids.tolist()):
+        for request_id, token_id in zip(output.request_ids, output.token_ids.tolist(), strict=True):
             active = self._active.get(request_id)
             if active is None or active.detokenizer.is_stopped:
                 continue
@@ -211,77 +223,15 @@ def _engine_config(options: dict[str, object]) -> EngineConfig:
         raise TypeError(f"LLM has no option {unknown}; it has: {known}") from None
 
 
-def _build_engine(
-    source: ModelSource, config: EngineConfig, *, progress: bool
-) -> tuple[Engine, BlockManager]:
-    device = _device(config.device)
-    model = load_model(
-        source,
-        device=str(device),
-        dtype=config.dtype,
-        attention_backend=config.attention_backend,
-        kv_dtype=config.kv_dtype,
-        block_size=config.block_size,
-        progress=progress,
-    )
-    max_model_len = config.max_model_len or model.config.max_position_embeddings
-    if max_model_len > model.config.max_position_embeddings:
-        raise ValueError(
-            f"max_model_len={max_model_len}: the model was trained for "
-            f"{model.config.max_position_embeddings} positions; ask for at most that"
-        )
-    num_blocks = plan_num_blocks(
-        model.kv_cache_spec,
-        device,
-        num_blocks=config.num_blocks,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        memory_fraction=config.memory_fraction,
-    )
-    block_manager = BlockManager(
-        num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache
-    )
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            vocab_size=model.config.vocab_size,
-        ),
-        block_manager,
-        eos_token_ids=model.config.eos_token_ids,
-    )
-    runner = ModelRunner(
-        model,
-        KVCache(model.kv_cache_spec, num_blocks, device=device),
-        num_rows=config.max_num_seqs,
-        max_model_len=max_model_len,
-        eos_token_ids=model.config.eos_token_ids,
-    )
-    engine = Engine(scheduler, runner, max_plans_in_flight=config.max_plans_in_flight)
-    return engine, block_manager
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={name!r}: Pagetide runs on 'cpu' and 'cuda'")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={name!r}: torch sees no usable NVIDIA GPU here; use device='cpu'")
-    return device
-
-
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    prompts = list(prompts)  # type: ignore[arg-type]
-    if not prompts:
+    several: list[Any] = list(prompts)
+    if not several:
         raise ValueError("prompts=[]: give at least one prompt")
-    if all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return prompts
+    if all(isinstance(item, int) for item in several):
+        return [several]
+    return several
 
 
 def _as_params(
@@ -293,6 +243,7 @@ def _as_params(
         return [params] * num_prompts
     if len(params) != num_prompts:
         raise ValueError(
-            f"params has {len(params)} entries for {num_prompts} prompts: give one for all, or one each"
+            f"params has {len(params)} entries for {num_prompts} prompts: "
+            "give one for all, or one each"
         )
     return list(params)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 import torch
-from pagetide_kvcache import KVCacheSpec
 
+from pagetide_kvcache import KVCacheSpec
 from pagetide_runtime.errors import MemoryPlanError
 
 __all__ = ["free_memory", "plan_num_blocks"]
@@ -17,7 +17,9 @@ _DEFAULT_FRACTION = {"cuda": 0.85, "cpu": 0.25}
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken on `device` (the CPU: the kernel's estimate of available memory)."""
+    """Bytes that can still be taken on `device` (the CPU: the kernel's estimate of available
+    memory).
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from pagetide_kernels import copy_blocks
 from pagetide_kvcache import KVCache
 from pagetide_models import CausalLM
-from pagetide_scheduler import SampleError, StepPlan, StepResult
-from torch import Tensor
-
 from pagetide_runtime.input_buffers import InputBuffers
 from pagetide_runtime.sampler import Sampler
+from pagetide_scheduler import SampleError, StepPlan, StepResult
 
 __all__ = ["ModelRunner", "StepHandle"]
 
@@ -26,7 +26,7 @@ class StepHandle:
         if tokens.is_cuda:
             tokens = _to_pinned(tokens)
             is_sound = _to_pinned(is_sound)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
         self._tokens, self._is_sound = tokens, is_sound
 
@@ -94,9 +94,7 @@ class ModelRunner:
             )
         positions = buffers.upload(plan.positions)
         input_ids = buffers.input_ids(plan)
-        hidden = self.model(
-            input_ids, positions, self.kv_cache, buffers.metadata(plan, positions)
-        )
+        hidden = self.model(input_ids, positions, self.kv_cache, buffers.metadata(plan, positions))
         logits = self.model.compute_logits(hidden[buffers.upload(plan.sample_tokens)])
         tokens, is_sound = self._sampler.sample(logits, plan, buffers.upload)
         buffers.last_tokens[buffers.upload(plan.sample_rows)] = tokens

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+
 from pagetide_kernels import greedy, sample
 from pagetide_scheduler import StepPlan
-from torch import Tensor
 
 __all__ = ["Sampler"]
 
@@ -32,7 +34,7 @@ class Sampler:
         # Before this position the row's ends are masked (min_tokens); 0 for a row that has none.
         self._min_end_position = np.zeros(num_rows, np.int64)
         self._ends: dict[int, list[int]] = {}
-        self._device_state = [
+        self._device_state: list[Tensor] = [
             torch.from_numpy(column).to(device, copy=True)
             for column in (self._temperature, self._top_k, self._top_p, self._keys)
         ]
@@ -41,7 +43,8 @@ class Sampler:
         """Takes over the parameters and random keys of the rows that `plan` gives."""
         if not len(plan.new_rows):
             return
-        for index, (row, params) in enumerate(zip(plan.new_rows.tolist(), plan.new_params)):
+        new_rows = zip(plan.new_rows.tolist(), plan.new_params, strict=True)
+        for index, (row, params) in enumerate(new_rows):
             self._temperature[row] = params.temperature
             self._top_k[row] = params.top_k
             self._top_p[row] = params.top_p
@@ -50,13 +53,11 @@ class Sampler:
             ends = () if params.ignore_eos else self._eos_token_ids
             self._ends[row] = [*ends, *params.stop_token_ids]
         rows = upload(plan.new_rows)
-        host = (self._temperature, self._top_k, self._top_p, self._keys)
-        for state, column in zip(self._device_state, host):
+        host: list[npt.NDArray[Any]] = [self._temperature, self._top_k, self._top_p, self._keys]
+        for state, column in zip(self._device_state, host, strict=True):
             state[rows] = upload(column[plan.new_rows], state.dtype)
 
-    def sample(
-        self, logits: Tensor, plan: StepPlan, upload: Upload
-    ) -> tuple[Tensor, Tensor]:
+    def sample(self, logits: Tensor, plan: StepPlan, upload: Upload) -> tuple[Tensor, Tensor]:
         """Draws one token for each of the plan's samples.
 
         Args:

@@ -21,9 +21,8 @@ from pagetide_runtime.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from pagetide_scheduler import SamplingParams
-
     from pagetide_runtime.llm import LLM
+    from pagetide_scheduler import SamplingParams
 
 __all__ = ["chat"]
 
@@ -84,7 +83,9 @@ def chat(
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     if sys.stdin.isatty():
-        click.secho("Ctrl-C ends an answer, Ctrl-D or /exit the conversation, /clear forgets it.", dim=True)
+        click.secho(
+            "Ctrl-C ends an answer, Ctrl-D or /exit the conversation, /clear forgets it.", dim=True
+        )
     while (line := _read_line()) is not None:
         if line == "/clear":
             messages = list(opening)

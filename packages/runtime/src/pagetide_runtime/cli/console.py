@@ -60,9 +60,7 @@ def _stream_together(
             texts[chunk.index] += chunk.text
             if chunk.completion is not None:
                 done[chunk.index] = chunk.completion
-            live.update(
-                Group(*[_answer(p, texts[i], i in done) for i, p in enumerate(prompts)])
-            )
+            live.update(Group(*[_answer(p, texts[i], i in done) for i, p in enumerate(prompts)]))
     return [done[index] for index in sorted(done)]
 
 
@@ -73,7 +71,11 @@ def _print_when_done(
     for chunk in chunks:
         if chunk.completion is not None:
             done[chunk.index] = chunk.completion
-            print(f"> {prompts[chunk.index]}\n{chunk.completion.text.strip()}\n", file=console.file, flush=True)
+            print(
+                f"> {prompts[chunk.index]}\n{chunk.completion.text.strip()}\n",
+                file=console.file,
+                flush=True,
+            )
     return [done[index] for index in sorted(done)]
 
 

@@ -45,8 +45,8 @@ def generate(
 ) -> None:
     """Answer PROMPTS with MODEL, all of them in one continuous batch.
 
-    MODEL is a GGUF file, a folder with config.json, safetensors and tokenizer.json, or a Hugging Face
-    hub id.
+    MODEL is a GGUF file, a folder with config.json, safetensors and tokenizer.json, or a Hugging
+    Face hub id.
     """
     started = time.perf_counter()
     params = sampling_params(max_tokens, temperature, top_k, top_p, seed, stop)
@@ -57,9 +57,7 @@ def generate(
         token_ids = [tokenizer.encode_chat([{"role": "user", "content": p}]) for p in prompts]
     else:
         token_ids = [tokenizer.encode(prompt) for prompt in prompts]
-    check_prompt_lengths(
-        prompts, [len(ids) for ids in token_ids], source, options["max_model_len"]
-    )
+    check_prompt_lengths(prompts, [len(ids) for ids in token_ids], source, options["max_model_len"])
 
     from rich.console import Console
 

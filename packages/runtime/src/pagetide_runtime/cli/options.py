@@ -67,14 +67,14 @@ sampling_options = _stack(
 engine_options = _stack(
     click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
     click.option("--dtype", default="auto", show_default=True, help="Of weights and activations."),
-    click.option("--kv-dtype", default="auto", show_default=True, help="Of cached keys and values."),
+    click.option("--kv-dtype", default="auto", show_default=True, help="Of keys and values."),
     click.option("--attention-backend", default="auto", show_default=True, help="See `backends`."),
     click.option("--block-size", type=int, default=16, show_default=True, help="Tokens a block."),
-    click.option("--num-blocks", type=int, default=None, help="Blocks of the pool.  [default: fit]"),
+    click.option("--num-blocks", type=int, default=None, help="Of the pool.  [default: fit]"),
     click.option("--max-num-seqs", type=int, default=64, show_default=True, help="Run at once."),
     click.option("--token-budget", "max_num_batched_tokens", type=int, default=512,
                  show_default=True, help="Tokens a step computes at most."),
-    click.option("--max-model-len", type=int, default=None, help="Context.  [default: the model's]"),
+    click.option("--max-model-len", type=int, default=None, help="[default: the model's]"),
     click.option("--prefix-cache/--no-prefix-cache", "enable_prefix_cache", default=True,
                  help="Reuse the blocks of equal beginnings.  [default: on]"),
     click.option("--revision", default=None, help="Of a hub id: branch, tag or commit."),
@@ -115,9 +115,10 @@ def check_prompt_lengths(
 ) -> None:
     """Refuses a prompt that is empty or leaves no room for an answer, before weights are read."""
     limit = min(
-        source.config.max_position_embeddings, max_model_len or source.config.max_position_embeddings
+        source.config.max_position_embeddings,
+        max_model_len or source.config.max_position_embeddings,
     )
-    for number, (prompt, length) in enumerate(zip(prompts, lengths), 1):
+    for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True), 1):
         where = f"prompt {number} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
         if not prompt.strip() or length == 0:
             raise BadInput(f"{where} is empty: give it some text")
