@@ -230,3 +230,35 @@ def run_python() -> Callable[[str], str]:
         return done.stdout
 
     return run
+
+
+@pytest.fixture(scope="session")
+def run_paged() -> Callable[..., Any]:
+    """Hidden states of one sequence, computed in chunks through a cache with shuffled blocks."""
+    torch = pytest.importorskip("torch", reason="needs torch")
+    from pagetide_kernels import AttentionMetadata
+    from pagetide_kvcache import KVCache
+
+    torch.set_num_threads(1)  # threads of several test runs on one machine spin against each other
+
+    def run(model: Any, token_ids: Sequence[int], chunks: Sequence[int]) -> Any:
+        block_size = model.kv_cache_spec.block_size
+        count = -(-len(token_ids) // block_size)
+        num_blocks = count + 3
+        cache = KVCache(model.kv_cache_spec, num_blocks)
+        if cache.data.is_floating_point():
+            cache.data.fill_(float("nan"))  # what this sequence did not write must not be read
+        stride = next(s for s in (7, 5, 3, 1) if num_blocks % s)
+        table = [(stride * index + 2) % num_blocks for index in range(count)]
+        assert sum(chunks) == len(token_ids)
+        parts, start = [], 0
+        for size in chunks:
+            metadata = AttentionMetadata.from_host(
+                [size], [start + size], [table], block_size=block_size, num_blocks=num_blocks
+            )
+            ids = torch.tensor(token_ids[start : start + size])
+            parts.append(model(ids, torch.arange(start, start + size), cache, metadata))
+            start += size
+        return torch.cat(parts)
+
+    return run

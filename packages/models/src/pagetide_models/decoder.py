@@ -11,10 +11,21 @@ from pagetide_kernels import AttentionMetadata
 from pagetide_kvcache import KVCache, KVCacheSpec
 from pagetide_models.attention import Attention
 from pagetide_models.config import ModelConfig
-from pagetide_models.layers import Embedding, Linear, Norm
+from pagetide_models.layers import (
+    MLP,
+    Embedding,
+    GatedMLP,
+    LayerNorm,
+    Linear,
+    Norm,
+    PositionEmbedding,
+    RMSNorm,
+    vocab_head,
+)
 from pagetide_models.options import BuildOptions
+from pagetide_models.rope import RotaryEmbedding
 
-__all__ = ["BuildOptions", "CausalLM", "DecoderLayer"]
+__all__ = ["BuildOptions", "CausalLM", "DecoderLayer", "compose_decoder"]
 
 
 class DecoderLayer(nn.Module):
@@ -70,7 +81,7 @@ class CausalLM(nn.Module):
         layers: Sequence[DecoderLayer],
         norm: Norm,
         head: Linear,
-        position_embedding: Embedding | None = None,
+        position_embedding: PositionEmbedding | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -106,13 +117,15 @@ class CausalLM(nn.Module):
             [T, hidden_size] in `dtype`, after the final norm.
 
         Raises:
-            ValueError: The cache has another layout than `kv_cache_spec`.
+            ValueError: The cache has another layout than `kv_cache_spec`, or a sequence is longer
+                than the context.
         """
         if kv_cache.spec != self.kv_cache_spec:
             raise ValueError(
                 f"kv_cache has {kv_cache.spec}, but the model was loaded for {self.kv_cache_spec}; "
                 "make the cache from model.kv_cache_spec"
             )
+        self._check_context(positions, metadata)
         if metadata.work_list is None:
             metadata = self.backend.prepare(metadata, self.attention_shape)
         update = self.embedding(input_ids)
@@ -123,6 +136,18 @@ class CausalLM(nn.Module):
             update, residual = layer(update, residual, positions, kv_cache, metadata)
         hidden, _ = self.norm(update, residual)
         return hidden
+
+    def _check_context(self, positions: Tensor, metadata: AttentionMetadata) -> None:
+        # On a GPU a table read beyond its end is a device assert: every later call would fail too.
+        # The bound is the host's; only on the CPU can the positions themselves be looked at.
+        length = metadata.bounds.max_seq_len
+        if positions.device.type == "cpu" and len(positions):
+            length = max(length, int(positions.max()) + 1)
+        if length > self.config.max_position_embeddings:
+            raise ValueError(
+                f"a sequence of {length} tokens is beyond the model's context of "
+                f"{self.config.max_position_embeddings}; cut the prompt"
+            )
 
     @torch.no_grad()
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -136,3 +161,41 @@ class CausalLM(nn.Module):
         """
         logits: Tensor = self.head(hidden)
         return logits[:, : self.config.vocab_size].float()
+
+
+def compose_decoder(
+    config: ModelConfig,
+    options: BuildOptions,
+    *,
+    norm: type[RMSNorm] | type[LayerNorm] = RMSNorm,
+    mlp: type[GatedMLP] | type[MLP] = GatedMLP,
+) -> CausalLM:
+    """Compose a pre-norm decoder: positions rotate where the configuration says so, else learned.
+
+    Args:
+        config: The model.
+        options: How its parameters are held.
+        norm: Of attention, MLP and the end.
+        mlp: The layers' MLP.
+    """
+    size, eps = config.hidden_size, config.norm_eps
+    rotary = RotaryEmbedding(config, options.device) if config.rotary_dim else None
+    embedding = Embedding(config.vocab_size, size, options)
+    layers = [
+        DecoderLayer(
+            attention_norm=norm(size, eps, options),
+            attention=Attention(config, index, rotary, options),
+            mlp_norm=norm(size, eps, options),
+            mlp=mlp(config, options),
+        )
+        for index in range(config.num_layers)
+    ]
+    return CausalLM(
+        config,
+        options,
+        embedding=embedding,
+        position_embedding=None if rotary is not None else PositionEmbedding(config, options),
+        layers=layers,
+        norm=norm(size, eps, options),
+        head=vocab_head(config, embedding, options),
+    )

@@ -14,7 +14,17 @@ import pagetide_kernels as kernels
 from pagetide_models.config import ModelConfig
 from pagetide_models.options import BuildOptions
 
-__all__ = ["MLP", "Embedding", "GatedMLP", "LayerNorm", "Linear", "Norm", "RMSNorm", "vocab_head"]
+__all__ = [
+    "MLP",
+    "Embedding",
+    "GatedMLP",
+    "LayerNorm",
+    "Linear",
+    "Norm",
+    "PositionEmbedding",
+    "RMSNorm",
+    "vocab_head",
+]
 
 VOCAB_MULTIPLE: Final = (
     64  # matrix products want whole tiles: 50,257 columns are slower than 50,304
@@ -53,6 +63,17 @@ class Embedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         return functional.embedding(token_ids, self.weight)
+
+
+class PositionEmbedding(nn.Module):
+    """Learned positions [T] to rows [T, hidden]. No padding: beyond the context is an error."""
+
+    def __init__(self, config: ModelConfig, options: BuildOptions) -> None:
+        super().__init__()
+        self.weight = _parameter(options.unset(config.max_position_embeddings, config.hidden_size))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return functional.embedding(positions, self.weight)
 
 
 def _padded_rows(vocab_size: int, hidden_size: int, options: BuildOptions) -> Tensor:

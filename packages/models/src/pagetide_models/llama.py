@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pagetide_models.config import ModelConfig
-from pagetide_models.decoder_layout import decoder_layout, gguf_decoder_fields, json_decoder_fields
+from pagetide_models.decoder_fields import gguf_decoder_fields, json_decoder_fields
+from pagetide_models.decoder_layout import decoder_layout
 from pagetide_models.fields import Fields
 from pagetide_models.layout import CheckpointFormat, Layout
 from pagetide_models.registry import Architecture
@@ -50,29 +51,9 @@ def layout(
 
 
 def build(config: ModelConfig, options: BuildOptions) -> CausalLM:
-    from pagetide_models.attention import Attention
-    from pagetide_models.decoder import CausalLM, DecoderLayer
-    from pagetide_models.layers import Embedding, GatedMLP, RMSNorm, vocab_head
-    from pagetide_models.rope import RotaryEmbedding
+    from pagetide_models.decoder import compose_decoder
 
-    rotary = RotaryEmbedding(config, options.device)
-    embedding = Embedding(config.vocab_size, config.hidden_size, options)
-    return CausalLM(
-        config,
-        options,
-        embedding=embedding,
-        layers=[
-            DecoderLayer(
-                attention_norm=RMSNorm(config.hidden_size, config.norm_eps, options),
-                attention=Attention(config, index, rotary, options),
-                mlp_norm=RMSNorm(config.hidden_size, config.norm_eps, options),
-                mlp=GatedMLP(config, options),
-            )
-            for index in range(config.num_layers)
-        ],
-        norm=RMSNorm(config.hidden_size, config.norm_eps, options),
-        head=vocab_head(config, embedding, options),
-    )
+    return compose_decoder(config, options)
 
 
 ARCHITECTURE = Architecture(

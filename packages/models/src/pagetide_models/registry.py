@@ -40,7 +40,11 @@ class Architecture:
 
 # Imported when first asked for; each module holds an `ARCHITECTURE`.
 _BUILT_IN: Final = {
+    "gpt2": "pagetide_models.gpt2",
     "llama": "pagetide_models.llama",
+    "mistral": "pagetide_models.mistral",
+    "qwen2": "pagetide_models.qwen2",
+    "qwen3": "pagetide_models.qwen3",
 }
 _registered: Final[dict[str, Architecture]] = {}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pagetide_models.config import ModelConfig
-from pagetide_models.errors import ModelFormatError, ModelNotFoundError
+from pagetide_models.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
 from pagetide_models.fields import Fields
 from pagetide_models.gguf import MAGIC, GGUFHeader, read_gguf_header
 from pagetide_models.layout import CheckpointFormat, Layout, check_layout
@@ -144,7 +144,7 @@ def open_gguf(path: Path) -> ModelSource:
     name = Fields(header.metadata, path).text("general.architecture")
     architecture = find_architecture(name, str(path))
     if architecture.config_from_gguf is None:
-        raise ModelFormatError(f"{path}: {name!r} models are not stored as GGUF")
+        raise UnsupportedModelError(f"{path}: {name!r} models are not read from GGUF")
     try:
         config = architecture.config_from_gguf(
             Fields(header.metadata, path, f"{name}."), header.tensors
