@@ -23,6 +23,11 @@ class Chunk:
     start: int
     num_tokens: int
 
+    @classmethod
+    def next_of(cls, request: Request, num_tokens: int) -> Chunk:
+        """The next `num_tokens` tokens of a running request."""
+        return cls(request, request.num_computed_tokens, num_tokens)
+
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
@@ -169,9 +174,8 @@ class _Parts:
         ends = np.array([chunk.end for chunk in chunks], np.int32)
         stops = num_decode + np.cumsum(counts, dtype=np.int32)
         batch = Batch.of(tuple([chunk.request for chunk in chunks]))
-        is_last = (
-            ends == columns.num_tokens[batch.rows]
-        )  # its last known token: the next is sampled
+        # Whoever computes its last known token samples the next one.
+        is_last = ends == columns.num_tokens[batch.rows]
 
         token_ids = [np.array(c.request.tokens[c.start : c.end], np.int32) for c in chunks]
         positions = [np.arange(c.start, c.end, dtype=np.int32) for c in chunks]

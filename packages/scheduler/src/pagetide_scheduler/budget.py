@@ -36,7 +36,7 @@ def share_budget(
             break
         request = batch.requests[index]
         count = min(int(left[index]), budget, max_chunk_tokens)
-        chunks.append(Chunk(request, request.num_computed_tokens, count))
+        chunks.append(Chunk.next_of(request, count))
         budget -= count
     return Shares(batch.take(np.asarray(decode)), chunks)
 
@@ -61,6 +61,6 @@ def share_backfill(columns: RunningColumns, backfills: Iterable[Backfill], budge
             budget -= 1
         else:
             count = min(left, budget, backfill.tokens_a_step or left)
-            chunks.append(Chunk(request, request.num_computed_tokens, count))
+            chunks.append(Chunk.next_of(request, count))
             budget -= count
     return Shares(Batch.of(tuple(decode)), chunks)

@@ -1,0 +1,382 @@
+"""Breaks the sources on purpose, one line at a time, and checks that the tests notice.
+
+    python tests/mutants.py [--jobs 2] [--only WORD]
+
+Each mutant is a copy of the package with one replacement; the default tests run on it and must
+fail. A survivor means that a line could be wrong without anybody noticing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+SOURCES = TESTS.parent / "src" / "pagetide_scheduler"
+# The quick and sharp ones first; most mutants die in the first seconds.
+ORDER = (
+    "test_steps",
+    "test_params",
+    "test_pitfalls",
+    "test_samples",
+    "test_swap",
+    "test_admission",
+    "test_reservation",
+    "test_recovery",
+    "test_fuzz",
+    "test_state_machine",
+    "test_records",
+)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One line made wrong: what it would mean, where, and how."""
+
+    name: str
+    module: str
+    old: str
+    new: str
+
+    def apply(self, folder: Path) -> None:
+        """Rewrites the module in a copy of the package."""
+        path = folder / f"{self.module}.py"
+        text = path.read_text(encoding="utf-8")
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: its line occurs {text.count(self.old)} times")
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
+
+MUTANTS = (
+    Mutant("tokens lost on preemption", "columns", "        self.flush(request)\n", ""),
+    Mutant(
+        "stale results read",
+        "columns",
+        "return self.admitted_steps[rows] <= step_id",
+        "return self.admitted_steps[rows] <= NEVER",
+    ),
+    Mutant(
+        "cached tokens computed again in shared blocks",
+        "columns",
+        "self.num_computed_tokens[row] = num_computed",
+        "self.num_computed_tokens[row] = 0",
+    ),
+    Mutant(
+        "open token in the wrong slot",
+        "columns",
+        "self.open_tokens[rows, known % self.block_size] = token_ids",
+        "self.open_tokens[rows, (known + 1) % self.block_size] = token_ids",
+    ),
+    Mutant(
+        "last token not kept",
+        "columns",
+        "self.last_tokens[rows] = token_ids",
+        "self.last_tokens[rows] = 1",
+    ),
+    Mutant(
+        "in-flight tokens never counted down",
+        "columns",
+        "        self.num_inflight_tokens[rows] -= 1\n",
+        "",
+    ),
+    Mutant(
+        "blocks committed for a request that has left",
+        "results",
+        "(columns.commit_at[sequences.rows] <= plan.seq_lens) & are_held",
+        "columns.commit_at[sequences.rows] <= plan.seq_lens",
+    ),
+    Mutant(
+        "hits on tokens not computed yet",
+        "results",
+        "commit(request.request_id, request.tokens, end)",
+        "commit(request.request_id, request.tokens, len(request.tokens))",
+    ),
+    Mutant(
+        "full block overwritten before it is listed",
+        "results",
+        "    columns.flush_all(requests, rows)\n",
+        "",
+    ),
+    Mutant(
+        "planned beyond the limit",
+        "budget",
+        "    left[total >= columns.limits[rows]] = 0\n",
+        "",
+    ),
+    Mutant(
+        "wrong chunk offset",
+        "assembly",
+        "return cls(request, request.num_computed_tokens, num_tokens)",
+        "return cls(request, request.num_computed_tokens - 1, num_tokens)",
+    ),
+    Mutant(
+        "budget not counted down by decode",
+        "budget",
+        "    budget -= len(decode)\n",
+        "",
+    ),
+    Mutant(
+        "sampled before the prompt is complete",
+        "assembly",
+        "is_last = ends == columns.num_tokens[batch.rows]",
+        "is_last = ends >= columns.num_tokens[batch.rows] - 1",
+    ),
+    Mutant(
+        "token in flight taken from the host",
+        "assembly",
+        "inflight_tokens = inflight.nonzero()[0]",
+        "inflight_tokens = inflight.nonzero()[0][:0]",
+    ),
+    Mutant(
+        "new row without its table",
+        "entrance",
+        "    draft.change_tables([row] * len(block_ids), list(range(len(block_ids))), block_ids)\n",
+        "",
+    ),
+    Mutant(
+        "block boundary one token late",
+        "preemption",
+        "needs_block = positions >= columns.capacities[rows]",
+        "needs_block = positions > columns.capacities[rows]",
+    ),
+    Mutant(
+        "an older request preempted for a younger one",
+        "running",
+        "key=_order) + 1 :]",
+        "key=_order) - 1 :]",
+    ),
+    Mutant(
+        "the youngest first",
+        "preemption",
+        "sorted(growing, key=lambda request: request.order)",
+        "sorted(growing, key=lambda request: request.order, reverse=True)",
+    ),
+    Mutant("copy-on-write without the copy", "preemption", "    draft.copies += copies\n", ""),
+    Mutant(
+        "victims chosen at random",
+        "preemption",
+        "return min(weighed, key=lambda pair: pair[1].cost)",
+        "return weighed[0]",
+    ),
+    Mutant(
+        "open block written by both samples",
+        "samples",
+        "columns.share_open_block(leader, follower)",
+        "pass",
+    ),
+    Mutant(
+        "a sample's first token not counted as in flight",
+        "samples",
+        "    columns.num_inflight_tokens[row] = 1\n",
+        "",
+    ),
+    Mutant(
+        "followers lost with their leader",
+        "samples",
+        "    follow(successor, others)\n",
+        "    follow(successor, [])\n",
+    ),
+    Mutant(
+        "restarted before an older plan is read",
+        "recovery",
+        "request.last_step = plan.step_id - 1",
+        "request.last_step = 0",
+    ),
+    Mutant(
+        "restarted requests run together",
+        "recovery",
+        "        return min(self._suspects.values(), key=lambda request: request.order)",
+        "        return None",
+    ),
+    Mutant(
+        "the failed plan's own requests trusted",
+        "recovery",
+        "if state.columns.last_steps[r.row] >= plan.step_id]",
+        "if state.columns.last_steps[r.row] > plan.step_id]",
+    ),
+    Mutant(
+        "a failed host copy trusted",
+        "recovery",
+        "                forget_blocks(state, request)\n",
+        "",
+    ),
+    Mutant(
+        "nobody is ever to blame",
+        "recovery",
+        "culprit = plan.sequences.requests[0]",
+        "culprit = None",
+    ),
+    Mutant(
+        "swapped out without copies",
+        "leaving",
+        "BlockCopy(source, destination, CopyDirection.OUT)",
+        "BlockCopy(source, source % host.total_blocks, CopyDirection.OUT)",
+    ),
+    Mutant(
+        "swapped in to the wrong blocks",
+        "blocks",
+        "destinations = table[swapped.num_kept : swapped.num_kept + len(sources)]",
+        "destinations = table[-len(sources) :]",
+    ),
+    Mutant(
+        "a shared block travels and is dropped",
+        "leaving",
+        "max((i + 1 for i in range(num_full) if references[i] > 1), default=0)",
+        "max((i for i in range(num_full) if references[i] > 1), default=0)",
+    ),
+    Mutant(
+        "host blocks leak",
+        "leaving",
+        "    host.free_sequence(request.request_id)\n",
+        "",
+    ),
+    Mutant(
+        "kept blocks never let go",
+        "leaving",
+        "if request.swapped is not None and request.swapped.num_kept:",
+        "if request.swapped is not None and request.swapped.num_kept > 10**6:",
+    ),
+    Mutant(
+        "copies in before copies out",
+        "assembly",
+        "return copy.direction is CopyDirection.IN",
+        "return copy.direction is not CopyDirection.IN",
+    ),
+    Mutant(
+        "growth not set aside for a promise",
+        "forecast",
+        "return int(new_blocks.sum()) + int(columns.is_open_shared[rows].sum()) + following",
+        "return 0",
+    ),
+    Mutant(
+        "a reservation that slips",
+        "reservation",
+        "if old is not None and old.request is head and not self._is_void:",
+        "if old is None:",
+    ),
+    Mutant(
+        "backfill may end after the promise",
+        "reservation",
+        "if end <= reservation.due:",
+        "if end <= reservation.due + 3:",
+    ),
+    Mutant(
+        "backfill may take what the head needs",
+        "reservation",
+        "if num_blocks <= reservation.spare and reservation.spare_rows > 0:",
+        "if reservation.spare_rows > 0:",
+    ),
+    Mutant(
+        "skips without a limit",
+        "admission",
+        "return has_waited or request.num_skips >= self._max_skips",
+        "return has_waited",
+    ),
+    Mutant(
+        "no limit to the wait at the head",
+        "admission",
+        "return has_waited or request",
+        "return request",
+    ),
+    Mutant(
+        "new requests pass those that return",
+        "admission",
+        "if request is None or (stayed and stayed[-1].has_run and not request.has_run):",
+        "if request is None:",
+    ),
+    Mutant("skips kept beyond admission", "entrance", "    request.num_skips = 0\n", ""),
+    Mutant(
+        "no watermark",
+        "state",
+        "return int(self.config.watermark * self.blocks.total_blocks)",
+        "return 0",
+    ),
+    Mutant(
+        "admitted while a step that names it is in flight",
+        "state",
+        "return bool(self.plans) and request.last_step >= self.plans[0].step_id",
+        "return False",
+    ),
+    Mutant(
+        "rows of followers given away",
+        "entrance",
+        "len(state.columns.free_rows) - state.num_followers",
+        "len(state.columns.free_rows)",
+    ),
+    Mutant(
+        "minimum length one token short",
+        "request",
+        "return self.num_prompt_tokens + self.params.min_tokens + 1",
+        "return self.num_prompt_tokens + self.params.min_tokens",
+    ),
+    Mutant(
+        "a request that can never fit is taken",
+        "arrival",
+        "if needed > pool_tokens:",
+        "if needed > pool_tokens + 1:",
+    ),
+    Mutant(
+        "kept tokens ignored",
+        "ending",
+        "tuple(generated if keep_tokens is None else generated[:keep_tokens])",
+        "tuple(generated)",
+    ),
+    Mutant(
+        "prompt log-probabilities read from the cache",
+        "blocks",
+        "reads_cache = not request.params.prompt_logprobs",
+        "reads_cache = True",
+    ),
+)
+
+
+def survives(mutant: Mutant) -> bool:
+    """Whether the tests pass on the mutant."""
+    with tempfile.TemporaryDirectory() as scratch:
+        package = Path(scratch) / "pagetide_scheduler"
+        shutil.copytree(SOURCES, package)
+        mutant.apply(package)
+        files = [str(TESTS / f"{name}.py") for name in ORDER]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        environment = {**os.environ, "PYTHONPATH": scratch, "PAGETIDE_ISOLATED": "0"}
+        try:
+            run = subprocess.run(
+                [*command, "-m", "not long", *files],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
+        except subprocess.TimeoutExpired:
+            return False  # a hang is noticed, too
+        if run.returncode not in (0, 1):
+            raise RuntimeError(f"{mutant.name}: pytest could not run\n{run.stdout}{run.stderr}")
+        return run.returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", default="", help="mutants whose name holds this word")
+    options = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+    survivors = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for mutant, survived in zip(chosen, pool.map(survives, chosen), strict=True):
+            print(f"{'SURVIVED' if survived else 'caught  '}  {mutant.module:12s} {mutant.name}")
+            sys.stdout.flush()
+            if survived:
+                survivors.append(mutant)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
