@@ -289,3 +289,51 @@ def test_the_cache_can_be_switched_off() -> None:
     serve(manager, [1, 2, 3])
     assert manager.match_prefix([1, 2, 3]) == 0
     assert len(manager.free_blocks) == 8
+
+
+def test_following_a_prefix_goes_on_from_the_last_answer() -> None:
+    manager = BlockManager(12, 2)
+    tokens = [1, 2, 3, 4, 5, 6, 7]
+    path = manager.follow_prefix(tokens)
+    assert path.num_blocks == 0
+    manager.allocate_blocks("a", 4)
+    for num_tokens, found in ((2, 1), (4, 2), (6, 3)):
+        manager.commit("a", tokens, num_tokens)
+        path = manager.follow_prefix(tokens, path)
+        assert path.num_blocks == found == manager.match_prefix(tokens)
+    assert manager.follow_prefix(tokens[:6]).num_blocks == 2  # one token is left to compute
+    assert manager.follow_prefix(tokens, salt="other").num_blocks == 0
+
+
+def test_following_asks_once_for_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = BlockManager(200, 2)
+    tokens = list(range(300))
+    manager.allocate_blocks("a", 150)
+    manager.commit("a", tokens, 200)
+    path = manager.follow_prefix(tokens)
+    assert path.num_blocks == 100
+    asked = []
+    step = type(manager._index).step
+
+    def counting(*arguments: object) -> bool:
+        asked.append(arguments)
+        return step(*arguments)
+
+    monkeypatch.setattr(type(manager._index), "step", counting)
+    assert manager.follow_prefix(tokens, path).num_blocks == 100
+    assert len(asked) == 1
+
+
+def test_a_path_whose_end_was_evicted_starts_over() -> None:
+    manager = BlockManager(4, 2)
+    tokens = [1, 2, 3, 4, 5]
+    manager.allocate_blocks("a", 2)
+    manager.commit("a", tokens, 4)
+    path = manager.follow_prefix(tokens)
+    assert path.num_blocks == 2
+    manager.free_sequence("a")
+    manager.allocate_blocks("b", 3)  # the chain's tail is evicted, its head stays
+    assert manager.follow_prefix(tokens, path).num_blocks == manager.match_prefix(tokens) == 1
+    manager.allocate_blocks("b", 1)
+    assert manager.follow_prefix(tokens, path).num_blocks == 0
+    manager.verify()

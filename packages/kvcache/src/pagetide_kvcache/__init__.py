@@ -21,6 +21,7 @@ from pagetide_kvcache.errors import (
     SequenceExistsError,
     UnknownSequenceError,
 )
+from pagetide_kvcache.prefix_index import PrefixPath
 from pagetide_kvcache.sequence import Admission
 from pagetide_kvcache.spec import KVCacheSpec, KVDType
 
@@ -40,6 +41,7 @@ __all__ = [
     "KVCacheSpec",
     "KVDType",
     "OutOfBlocksError",
+    "PrefixPath",
     "SequenceExistsError",
     "UnknownSequenceError",
     "__version__",

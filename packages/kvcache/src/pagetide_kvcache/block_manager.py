@@ -273,6 +273,38 @@ class BlockManager:
         """
         return len(self._find(tokens, len(tokens), salt))
 
+    def follow_prefix(
+        self, tokens: Sequence[int], path: PrefixPath | None = None, *, salt: Hashable = None
+    ) -> PrefixPath:
+        """`match_prefix` for who asks again and again: its answer goes on from the last one.
+
+        The path is a hint and holds nothing: the blocks it went through may be evicted, and `admit`
+        decides on what it finds itself. Asking again for the same tokens costs one look-up, and one
+        more for each block that became findable meanwhile.
+
+        Args:
+            tokens: the tokens known; those of an earlier call must be their beginning.
+            path: what the last call returned, for the same salt; it is updated.
+            salt: as for `admit`.
+
+        Returns:
+            The path; its `num_blocks` is the answer.
+
+        Raises:
+            ValueError: a token id does not fit in int32.
+        """
+        if path is None:
+            path = PrefixPath((salt,))
+        elif not self._index.is_intact(path):
+            path.reset()
+        size = self._block_size
+        num_whole = max(len(tokens) - 1, 0) // size
+        while path.num_blocks < num_whole:
+            start = path.num_blocks * size
+            if not self._index.step(path, token_bytes(tokens, start, start + size)):
+                break
+        return path
+
     def admit(
         self, seq_id: Hashable, tokens: Sequence[int], num_tokens: int, *, salt: Hashable = None
     ) -> Admission:

@@ -110,6 +110,14 @@ class PrefixIndex:
             self._keys[block_id] is not None and self._serials[block_id] == path.serial
         )
 
+    def step(self, path: PrefixPath, token_bytes: bytes) -> bool:
+        """Walks an intact path on by one block with these tokens, if that block is findable."""
+        block_id = self._blocks.get((path.serial, token_bytes))
+        if block_id is None:
+            return False
+        self._end(path, path.num_blocks + 1, block_id)
+        return True
+
     def extend(self, path: PrefixPath, token_bytes: bytes, block_ids: Sequence[int]) -> None:
         """Walks the path on through `block_ids`, making those findable that no other equals.
 
