@@ -18,7 +18,10 @@ def take_blocks(state: SchedulerState, request: Request) -> Admission | None:
     blocks, tokens, name = state.blocks, request.tokens, request.request_id
     num_blocks = -(-len(tokens) // blocks.block_size)
     reads_cache = not request.params.prompt_logprobs
-    num_cached = blocks.match_prefix(tokens) if reads_cache else 0
+    num_cached = 0
+    if reads_cache:
+        request.prefix_path = blocks.follow_prefix(tokens, request.prefix_path)
+        num_cached = request.prefix_path.num_blocks
     reserve = state.num_watermark_blocks if state.running else 0
     if num_blocks - num_cached + reserve > blocks.num_available_blocks:
         return None

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pagetide_kvcache import PrefixPath
 from pagetide_scheduler.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class Request:
         followers: The samples that this one computes the prompt for.
         row: Its place in device state while it runs.
         num_skips: Steps in which a later request was admitted past it since it began to wait.
+        prefix_path: How much of it the prefix cache knew when it was last asked; holds no block.
         swapped: Where its blocks are, if it was swapped out.
         last_step: The last plan that names it, while it does not run (a running request's is in
             the columns).
@@ -109,6 +111,7 @@ class Request:
     num_skips: int = 0
     num_swaps: int = 0
     swapped: SwappedBlocks | None = None
+    prefix_path: PrefixPath | None = field(default=None, repr=False)
     admitted_time: float | None = None
     first_token_time: float | None = None
     finish_reason: FinishReason | None = None
