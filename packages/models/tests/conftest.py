@@ -36,7 +36,11 @@ class GGUFBuilder:
             return struct.pack("<If", 6, value)
         if isinstance(value, str):
             return struct.pack("<I", 8) + self.text(value)
-        kind, pack = (8, self.text) if isinstance(value[0], str) else (5, struct.Struct("<i").pack)
+        if isinstance(value[0], str):
+            kind, pack = 8, self.text
+        else:
+            kind, code = (6, "<f") if isinstance(value[0], float) else (5, "<i")
+            pack = struct.Struct(code).pack
         return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(map(pack, value))
 
     def pairs(self, metadata: Mapping[str, Any]) -> bytes:

@@ -9,6 +9,7 @@ from pagetide_models.config import ModelConfig
 from pagetide_models.errors import ModelFormatError, UnsupportedModelError
 from pagetide_models.fields import Fields
 from pagetide_models.gguf import GGUFHeader
+from pagetide_models.gguf_sentencepiece import sentencepiece_bpe
 
 if TYPE_CHECKING:
     import tokenizers
@@ -71,12 +72,18 @@ def tokenizer_from_gguf(header: GGUFHeader, config: ModelConfig) -> Tokenizer:
             "tokens", f"has {len(tokens)} entries for a vocabulary of {config.vocab_size}"
         )
     model = fields.text("model")
-    if model != "gpt2":
+    is_sentencepiece = model == "llama"
+    if is_sentencepiece:
+        backend = sentencepiece_bpe(fields, tokens)
+    elif model == "gpt2":
+        backend = _byte_level_bpe(fields, tokens, config.architecture)
+    else:
         raise UnsupportedModelError(
-            f"{header.path}: tokenizer model {model!r} is not supported; byte-level BPE (gpt2) is"
+            f"{header.path}: tokenizer model {model!r} is not supported; byte-level BPE (gpt2) "
+            "and SentencePiece-style BPE (llama) are"
         )
-    backend = _byte_level_bpe(fields, tokens, config.architecture)
     _add_tokens(backend, fields, tokens)
+    has_bos = fields.boolean("add_bos_token", is_sentencepiece)
     bos, eos = config.bos_token_id, config.eos_token_ids[:1]
     texts = {
         "bos_token": bos,
@@ -88,7 +95,7 @@ def tokenizer_from_gguf(header: GGUFHeader, config: ModelConfig) -> Tokenizer:
         path=str(header.path),
         bos_token_id=bos,
         eos_token_ids=config.eos_token_ids,
-        prefix_ids=[bos] if fields.boolean("add_bos_token", False) and bos is not None else [],
+        prefix_ids=[bos] if has_bos and bos is not None else [],
         suffix_ids=eos if fields.boolean("add_eos_token", False) else [],
         chat_template=Fields(header.metadata, header.path).text("tokenizer.chat_template", "")
         or None,
