@@ -117,10 +117,11 @@ class TritonBackend(AttentionBackend):
             "BLOCK_SIZE": shape.block_size,
             "DTYPE": _DTYPES[shape.query_dtype],
             "IS_QUANTIZED": shape.is_quantized,
+            "SAME_STRIDES": k_cache.stride() == v_cache.stride(),
             "HAS_WINDOW": window is not None,
             "HAS_SOFT_CAP": soft_cap is not None,
         }
-        decode_kernel[(work.decode_items.shape[0], shape.num_kv_heads)](
+        decode_kernel[(shape.num_kv_heads, work.decode_items.shape[0])](
             out, q, k_cache, v_cache, k_scales_, v_scales_,
             work.decode_items, metadata.query_start_loc, metadata.block_tables, metadata.rows,
             work.states, work.sums, work.arrivals, metadata.num_seqs, metadata.num_tokens,
@@ -190,7 +191,8 @@ class TritonBackend(AttentionBackend):
             tensors.append((source.scales, destination.scales))
         for from_tensor, to_tensor in tensors:
             from_words, to_words = (
-                tensor.flatten(0, 1).flatten(2).view(torch.int32) for tensor in (from_tensor, to_tensor)
+                tensor.flatten(0, 1).flatten(2).view(torch.int32)
+                for tensor in (from_tensor, to_tensor)
             )
             layers, _, block_words = from_words.shape
             grid = (len(block_pairs), layers, triton.cdiv(block_words, _COPY_WORDS))

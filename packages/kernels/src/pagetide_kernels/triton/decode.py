@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from pagetide_kernels.triton.softmax_state import accumulate, merge, new_state
-from pagetide_kernels.triton.tiles import block_ids
+
 __all__ = ["ITEM_FIELDS", "decode_kernel"]
 
 # An item: sequence (-1: none), first leaf, leaves a run, items of its sequence, first state of its
@@ -85,7 +85,7 @@ def _zero_padding(
     """Zeros for the tokens that belong to no sequence, shared out among the items' programs."""
     head = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM)
-    for token in range(first + tl.program_id(0), num_tokens, tl.num_programs(0)):
+    for token in range(first + tl.program_id(1), num_tokens, tl.num_programs(1)):
         at = out + token.to(tl.int64) * token_stride + (kv_head * GROUP_SIZE + head) * head_stride
         tl.store(
             at[:, None] + dims[None, :],
@@ -126,11 +126,12 @@ def decode_kernel(
     DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, LEAVES: tl.constexpr,
     MIN_LEAF_TILES: tl.constexpr, ROWS: tl.constexpr, STATE_ROWS: tl.constexpr,
     MERGE_ROWS: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
-    IS_QUANTIZED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    IS_QUANTIZED: tl.constexpr, SAME_STRIDES: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
-    """One item of the work list for one KV head; grid (items, num_kv_heads)."""
-    kv_head = tl.program_id(1)
-    item = items + tl.program_id(0) * ITEM_FIELDS
+    """One item of the work list for one KV head; grid (num_kv_heads, items)."""
+    kv_head = tl.program_id(0)
+    item = items + tl.program_id(1) * ITEM_FIELDS
     sequence = tl.load(item)
     first_leaf = tl.load(item + 1)
     leaves_a_run = tl.load(item + 2)
@@ -165,50 +166,55 @@ def decode_kernel(
     v_scale_head = v_scales + kv_head.to(tl.int64) * scale_head_stride
     num_tiles = tl.cdiv(seq_len, TILE)
     leaf_tiles = tiles_a_leaf(num_tiles, LEAVES, MIN_LEAF_TILES)
-    first_tile = first_leaf * leaf_tiles
-    end_tile = tl.minimum(first_tile + leaves_a_run * leaf_tiles, num_tiles)
+    num_leaves = tl.cdiv(num_tiles, leaf_tiles)
     is_whole = num_items == 1
     state = first_state * NUM_KV_HEADS + kv_head  # of the sequence's first leaf
 
     total_m, total_l, total_acc = new_state(ROWS, DIM)
-    m, l, acc = new_state(ROWS, DIM)
-    for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
-        if (tile % leaf_tiles == 0) & (tile > first_tile):
-            if is_whole:
-                total_m, total_l, total_acc = merge(total_m, total_l, total_acc, m, l, acc)
-            else:
-                _store_state(
-                    states, sums, state + (tile // leaf_tiles - 1) * NUM_KV_HEADS,
-                    m, l, acc, is_row, DIM, STATE_ROWS,
-                )  # fmt: skip
-            m, l, acc = new_state(ROWS, DIM)
-        keys = tile * TILE + tl.arange(0, TILE)
-        blocks = block_ids(table, keys, seq_len, BLOCK_SIZE)
-        m, l, acc = accumulate(
-            m, l, acc, q_tile, k_head, v_head, k_scale_head, v_scale_head, blocks, keys, positions,
-            seq_len, scale, soft_cap, window, k_block_stride, k_slot_stride,
-            v_block_stride, v_slot_stride, scale_block_stride, scale_slot_stride,
-            HEAD_DIM, DIM, BLOCK_SIZE, DTYPE, IS_QUANTIZED, HAS_WINDOW, HAS_SOFT_CAP, True,
-        )  # fmt: skip
+    for leaf in range(first_leaf, tl.minimum(first_leaf + leaves_a_run, num_leaves)):
+        m, l, acc = new_state(ROWS, DIM)
+        first_tile = leaf * leaf_tiles
+        end_tile = tl.minimum(first_tile + leaf_tiles, num_tiles)
+        masked_from = tl.maximum(
+            tl.minimum(end_tile, (seq_len - query_len + 1) // TILE), first_tile
+        )
+        if HAS_WINDOW:
+            masked_from = first_tile
+        for tile in tl.range(first_tile, masked_from, num_stages=STAGES):
+            m, l, acc = accumulate(
+                m, l, acc, q_tile, k_head, v_head, k_scale_head, v_scale_head, table, tile,
+                positions, seq_len, scale, soft_cap, window, k_block_stride, k_slot_stride,
+                v_block_stride, v_slot_stride, scale_block_stride, scale_slot_stride,
+                HEAD_DIM, DIM, BLOCK_SIZE, TILE, DTYPE, IS_QUANTIZED, SAME_STRIDES, HAS_WINDOW,
+                HAS_SOFT_CAP, False,
+            )  # fmt: skip
+        for tile in tl.range(masked_from, end_tile):
+            m, l, acc = accumulate(
+                m, l, acc, q_tile, k_head, v_head, k_scale_head, v_scale_head, table, tile,
+                positions, seq_len, scale, soft_cap, window, k_block_stride, k_slot_stride,
+                v_block_stride, v_slot_stride, scale_block_stride, scale_slot_stride,
+                HEAD_DIM, DIM, BLOCK_SIZE, TILE, DTYPE, IS_QUANTIZED, SAME_STRIDES, HAS_WINDOW,
+                HAS_SOFT_CAP, True,
+            )  # fmt: skip
+        if is_whole:
+            total_m, total_l, total_acc = merge(total_m, total_l, total_acc, m, l, acc)
+        else:
+            _store_state(
+                states, sums, state + leaf * NUM_KV_HEADS, m, l, acc, is_row, DIM, STATE_ROWS
+            )
     if is_whole:
-        total_m, total_l, total_acc = merge(total_m, total_l, total_acc, m, l, acc)
         _write_output(
             out, total_m, total_l, total_acc, first_token, query_len, kv_head,
             out_token_stride, out_head_stride, GROUP_SIZE, HEAD_DIM,
         )  # fmt: skip
         return
 
-    _store_state(
-        states, sums, state + ((end_tile - 1) // leaf_tiles) * NUM_KV_HEADS,
-        m, l, acc, is_row, DIM, STATE_ROWS,
-    )  # fmt: skip
     # Every warp's states must be written before one thread announces them.
     tl.debug_barrier()
     arrival = arrivals + sequence * NUM_KV_HEADS + kv_head
     if tl.atomic_add(arrival, 1, sem="acq_rel") < num_items - 1:
         return
     tl.store(arrival, 0)  # the next layer counts from zero
-    num_leaves = tl.cdiv(num_tiles, leaf_tiles)
     all_m, all_l, all_acc = new_state(MERGE_ROWS, DIM)
     for base in tl.range(0, num_leaves, _MERGED_AT_ONCE):
         loaded = ()

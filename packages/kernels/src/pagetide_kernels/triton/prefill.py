@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from pagetide_kernels.triton.softmax_state import accumulate, new_state
-from pagetide_kernels.triton.tiles import block_ids
 
 __all__ = ["ITEM_FIELDS", "prefill_kernel"]
 
@@ -33,6 +32,7 @@ def prefill_kernel(
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, IS_QUANTIZED: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """One item of the work list for one KV head; grid (num_kv_heads, items)."""
@@ -78,24 +78,21 @@ def prefill_kernel(
         masked_from = first_tile
 
     m, l, acc = new_state(ROWS, DIM)
-    lane = tl.arange(0, TILE)
     for tile in tl.range(first_tile, masked_from, num_stages=STAGES):
-        keys = tile * TILE + lane
-        blocks = block_ids(table, keys, seq_len, BLOCK_SIZE)
         m, l, acc = accumulate(
-            m, l, acc, q_tile, k_head, v_head, k_scale_head, v_scale_head, blocks, keys, positions,
-            seq_len, scale, soft_cap, window, k_block_stride, k_slot_stride,
+            m, l, acc, q_tile, k_head, v_head, k_scale_head, v_scale_head, table, tile,
+            positions, seq_len, scale, soft_cap, window, k_block_stride, k_slot_stride,
             v_block_stride, v_slot_stride, scale_block_stride, scale_slot_stride,
-            HEAD_DIM, DIM, BLOCK_SIZE, DTYPE, IS_QUANTIZED, HAS_WINDOW, HAS_SOFT_CAP, False,
+            HEAD_DIM, DIM, BLOCK_SIZE, TILE, DTYPE, IS_QUANTIZED, SAME_STRIDES, HAS_WINDOW,
+            HAS_SOFT_CAP, False,
         )  # fmt: skip
     for tile in tl.range(masked_from, end_tile, num_stages=STAGES):
-        keys = tile * TILE + lane
-        blocks = block_ids(table, keys, seq_len, BLOCK_SIZE)
         m, l, acc = accumulate(
-            m, l, acc, q_tile, k_head, v_head, k_scale_head, v_scale_head, blocks, keys, positions,
-            seq_len, scale, soft_cap, window, k_block_stride, k_slot_stride,
+            m, l, acc, q_tile, k_head, v_head, k_scale_head, v_scale_head, table, tile,
+            positions, seq_len, scale, soft_cap, window, k_block_stride, k_slot_stride,
             v_block_stride, v_slot_stride, scale_block_stride, scale_slot_stride,
-            HEAD_DIM, DIM, BLOCK_SIZE, DTYPE, IS_QUANTIZED, HAS_WINDOW, HAS_SOFT_CAP, True,
+            HEAD_DIM, DIM, BLOCK_SIZE, TILE, DTYPE, IS_QUANTIZED, SAME_STRIDES, HAS_WINDOW,
+            HAS_SOFT_CAP, True,
         )  # fmt: skip
     result = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     tl.store(

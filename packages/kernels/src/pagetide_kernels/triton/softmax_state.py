@@ -16,7 +16,7 @@ import triton.language as tl
 from pagetide_kernels.triton.tiles import (
     load_tile,
     masked_scores,
-    tile_scales,
+    tile_places,
     weighted_values,
 )
 
@@ -51,13 +51,13 @@ def merge(m_a, l_a, acc_a, m_b, l_b, acc_b):
 
 @triton.jit
 def accumulate(
-    m, l, acc, q, k_cache, v_cache, k_scales, v_scales, blocks, keys, positions, seq_len,
+    m, l, acc, q, k_cache, v_cache, k_scales, v_scales, table, tile, positions, seq_len,
     scale, soft_cap, window,
     k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
     scale_block_stride, scale_slot_stride,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    DTYPE: tl.constexpr, IS_QUANTIZED: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, IS_MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    DTYPE: tl.constexpr, IS_QUANTIZED: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """The state after one more tile of keys.
 
@@ -65,34 +65,32 @@ def accumulate(
         m, l, acc: the state, float32 [ROWS], [ROWS], [ROWS, DIM].
         q: [ROWS, DIM], the queries.
         k_cache, v_cache, k_scales, v_scales: the KV head's share of the cache.
-        blocks: int64 [KEYS], the block of each key.
-        keys: int32 [KEYS], the keys' positions in their sequence.
+        table: the sequence's block table.
+        tile: which tile of its keys.
         positions: int32 [ROWS], each row's own position.
+        SAME_STRIDES: whether keys and values are strided alike, so that one offset serves both.
         IS_MASKED: whether some row may not see some key of the tile.
     """
+    blocks, slots, is_owned = tile_places(table, tile, seq_len, TILE, BLOCK_SIZE, IS_MASKED)
     dims = tl.arange(0, DIM)
-    slots = keys % BLOCK_SIZE
-    is_owned = keys < seq_len
     k_scale = 0.0
     v_scale = 0.0
     if IS_QUANTIZED:
-        k_scale = tile_scales(
-            k_scales, blocks, slots, is_owned, scale_block_stride, scale_slot_stride
-        )
-        v_scale = tile_scales(
-            v_scales, blocks, slots, is_owned, scale_block_stride, scale_slot_stride
-        )
+        scale_at = blocks * scale_block_stride + slots * scale_slot_stride
+        k_scale = tl.load(k_scales + scale_at, mask=is_owned, other=0.0)
+        v_scale = tl.load(v_scales + scale_at, mask=is_owned, other=0.0)
+    k_at = (blocks * k_block_stride + slots * k_slot_stride)[:, None] + dims[None, :]
+    if SAME_STRIDES:
+        v_at = k_at
+    else:
+        v_at = (blocks * v_block_stride + slots * v_slot_stride)[:, None] + dims[None, :]
     # A key not owned may be NaN: its score is replaced below. Its value must be loaded as zero,
     # because its weight of 0 times NaN would be NaN.
-    k = load_tile(
-        k_cache, blocks, slots, is_owned, dims, k_block_stride, k_slot_stride, HEAD_DIM, DIM, False
-    )
-    v = load_tile(
-        v_cache, blocks, slots, is_owned, dims, v_block_stride, v_slot_stride, HEAD_DIM, DIM,
-        IS_MASKED,
-    )  # fmt: skip
+    k = load_tile(k_cache + k_at, is_owned, HEAD_DIM, DIM, False)
+    v = load_tile(v_cache + v_at, is_owned, HEAD_DIM, DIM, IS_MASKED)
     is_visible = is_owned[None, :]
     if IS_MASKED:
+        keys = tile * TILE + tl.arange(0, TILE)
         is_visible = (keys[None, :] <= positions[:, None]) & is_owned[None, :]
         if HAS_WINDOW:
             is_visible &= keys[None, :] > positions[:, None] - window

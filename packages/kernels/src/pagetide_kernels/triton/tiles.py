@@ -33,45 +33,42 @@ def operand(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def block_ids(table, keys, seq_len, BLOCK_SIZE: tl.constexpr):
-    """int64 [KEYS]: the block of each key; the last block again for keys beyond `seq_len`.
+def tile_places(
+    table, tile, seq_len, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, IS_MASKED: tl.constexpr
+):
+    """Where a tile's keys lie: block int64 [TILE], slot int32 [TILE], whether owned bool [TILE].
 
-    A plain load through assembly: the software pipeliner would stage a `tl.load` through shared
-    memory, and every key and value would wait for it. Its 128-byte lines serve 32 blocks, from L1.
+    A key that the sequence does not own (only a masked tile has such) is given block 0.
     """
-    index = tl.minimum(keys, seq_len - 1) // BLOCK_SIZE
-    if INTERPRETING:
-        return tl.load(table + index).to(tl.int64)
-    return tl.inline_asm_elementwise(
-        "ld.global.nc.b32 $0, [$1];",
-        "=r,l",
-        [(table + index).to(tl.int64, bitcast=True)],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    ).to(tl.int64)
+    lane = tl.arange(0, TILE)
+    keys = tile * TILE + lane
+    is_owned = keys < seq_len
+    if TILE % BLOCK_SIZE == 0:  # the tile begins a block: slots stay the same from tile to tile
+        slots = lane % BLOCK_SIZE
+        entry = table + tile * (TILE // BLOCK_SIZE) + lane // BLOCK_SIZE
+    else:
+        slots = keys % BLOCK_SIZE
+        entry = table + keys // BLOCK_SIZE
+    if IS_MASKED:
+        blocks = tl.load(entry, mask=is_owned, other=0)
+    else:
+        blocks = tl.load(entry)
+    return blocks.to(tl.int64), slots, is_owned
 
 
 @triton.jit
-def load_tile(
-    cache, blocks, slots, is_owned, dims,
-    block_stride, slot_stride,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MASK_KEYS: tl.constexpr,
-):  # fmt: skip
-    """[KEYS, DIM] values at the keys' slots; zeros beyond `HEAD_DIM` and, asked so, at keys not owned."""
-    at = cache + blocks[:, None] * block_stride + (slots[:, None] * slot_stride + dims[None, :])
+def load_tile(at, is_owned, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MASK_KEYS: tl.constexpr):
+    """[KEYS, DIM] values; zeros beyond `HEAD_DIM` and, asked so, at keys that are not owned.
+
+    Args:
+        at: int64 pointers [KEYS, DIM].
+    """
+    dims = tl.arange(0, DIM)
     if MASK_KEYS:
         return tl.load(at, mask=is_owned[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
     if HEAD_DIM < DIM:
         return tl.load(at, mask=dims[None, :] < HEAD_DIM, other=0.0)
     return tl.load(at)
-
-
-@triton.jit
-def tile_scales(scales, blocks, slots, is_owned, block_stride, slot_stride):
-    """float32 [KEYS]: the INT8 scale of each key; 0 where the key is not owned."""
-    at = scales + blocks * block_stride + slots * slot_stride
-    return tl.load(at, mask=is_owned, other=0.0)
 
 
 @triton.jit
@@ -81,14 +78,15 @@ def masked_scores(
     IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """float32 [ROWS, KEYS] scores in log2 units, -inf where a row does not see a key."""
-    scores = tl.dot(operand(q, DTYPE), tl.trans(operand(k, DTYPE)), input_precision="ieee") * scale
+    scores = tl.dot(operand(q, DTYPE), tl.trans(operand(k, DTYPE)), input_precision="ieee")
     if IS_QUANTIZED:
         scores = scores * k_scale[None, :]
     if HAS_SOFT_CAP:
         # tanh(x) = 1 - 2 / (1 + e^2x): exact at both ends, and a relative error that the cap bounds.
-        grown = tl.exp2(scores * (2.0 * LOG2_E / soft_cap))
-        scores = soft_cap * (1.0 - 2.0 / (1.0 + grown))
-    scores = scores * LOG2_E
+        grown = tl.exp2(scores * (2.0 * LOG2_E * scale / soft_cap))
+        scores = (soft_cap * LOG2_E) * (1.0 - 2.0 / (1.0 + grown))
+    else:
+        scores = scores * (scale * LOG2_E)
     if IS_MASKED:
         scores = tl.where(is_visible, scores, float("-inf"))
     return scores

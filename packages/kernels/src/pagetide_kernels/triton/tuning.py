@@ -66,9 +66,10 @@ def tuning_for(shape: AttentionShape) -> Tuning:
         )  # fmt: skip
     if dim == 128:
         return Tuning(
-            dim, tile=64, min_leaf_tiles=2, decode_rows=rows, decode_stages=3, programs_an_sm=3,
-            prefill_rows=max(128, rows), prefill_warps=8, prefill_stages=2,
+            dim, tile=64, min_leaf_tiles=2, decode_rows=rows, decode_stages=5, programs_an_sm=3,
+            prefill_rows=max(256, rows), prefill_warps=16, prefill_stages=5,
         )  # fmt: skip
     return Tuning(
-        dim, decode_rows=rows, prefill_rows=max(128, rows), prefill_warps=4, prefill_stages=3
-    )
+        dim, decode_rows=rows, decode_stages=5, programs_an_sm=3,
+        prefill_rows=max(128, rows), prefill_warps=8, prefill_stages=5,
+    )  # fmt: skip

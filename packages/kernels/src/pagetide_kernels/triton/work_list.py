@@ -49,7 +49,7 @@ class WorkList:
 
 @triton.jit
 def _item_sequence(ends, item):
-    """The sequence that each item belongs to: as many sequences end at or before it. int32 [CHUNK]."""
+    """The place in order of each item's sequence: so many end at or before it. int32 [CHUNK]."""
     return tl.sum((ends[None, :] <= item[:, None]).to(tl.int32), axis=1)
 
 
@@ -70,7 +70,11 @@ def _work_list_kernel(
     GROUP_SIZE: tl.constexpr, DECODE_ROWS: tl.constexpr, TILE: tl.constexpr,
     LEAVES: tl.constexpr, MIN_LEAF_TILES: tl.constexpr, PREFILL_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    sequence = tl.arange(0, SEQS)
+    # Longest sequences first: what runs last should be short, so that no program is left alone.
+    place = tl.arange(0, SEQS)
+    seq_len = tl.load(seq_lens + place, mask=place < num_seqs, other=0)
+    order = tl.sort(seq_len.to(tl.int64) * SEQS + place, descending=True)
+    sequence = (order % SEQS).to(tl.int32)
     is_there = sequence < num_seqs
     start = tl.load(query_start_loc + sequence, mask=is_there, other=0)
     query_len = tl.load(query_start_loc + sequence + 1, mask=is_there, other=0) - start
@@ -91,12 +95,12 @@ def _work_list_kernel(
 
     item = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     owner = _item_sequence(item_ends, item)
-    is_item = owner < num_seqs
+    is_item = owner < SEQS
     owner_items = _at(num_items, owner)
     index = item - (_at(item_ends, owner) - owner_items)
     at = decode_items + item * _DECODE_FIELDS
     fits = item < decode_capacity
-    tl.store(at, tl.where(is_item, owner, -1), mask=fits)
+    tl.store(at, tl.where(is_item, _at(sequence, owner), -1), mask=fits)
     owner_run = _at(run, owner)
     tl.store(at + 1, index * owner_run, mask=fits)
     tl.store(at + 2, owner_run, mask=fits)
@@ -113,7 +117,7 @@ def _work_list_kernel(
         index = item - _at(item_ends - num_items, owner)
         at = prefill_items + item * _PREFILL_FIELDS
         fits = item < prefill_capacity
-        tl.store(at, tl.where(owner < num_seqs, owner, -1), mask=fits)
+        tl.store(at, tl.where(owner < SEQS, _at(sequence, owner), -1), mask=fits)
         tl.store(at + 1, index * PREFILL_TOKENS, mask=fits)
 
 
