@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from typing import cast
 
@@ -12,11 +13,13 @@ from pagetide_kernels import AttentionShape, select_backend
 from pagetide_kvcache import KVCacheSpec, KVDType
 from pagetide_models.cpu_linear import pack_linears
 from pagetide_models.decoder import CausalLM
-from pagetide_models.options import BuildOptions, resolve_dtype
+from pagetide_models.options import BuildOptions, dtype_candidates
 from pagetide_models.source import ModelSource, open_model
-from pagetide_models.weights import fill_parameters, is_same_tensor
+from pagetide_models.weights import Float16RangeError, fill_parameters, is_same_tensor
 
 __all__ = ["load_model"]
+
+_logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -36,7 +39,8 @@ def load_model(
         device: Where the weights go.
         dtype: ``float32``, ``float16``, ``bfloat16`` or ``auto``: float32 on the CPU (its cores
             multiply fp32 fastest, and dequantised weights are not rounded again); on a GPU what the
-            checkpoint holds, with float16 for bfloat16 below compute capability 8.0.
+            checkpoint holds; for bfloat16 below compute capability 8.0 float16 if every weight fits
+            it, else float32, and the log says which.
         attention_backend: A name of `pagetide_kernels.available_backends`, or ``auto``.
         kv_dtype: What the KV cache stores: a `pagetide_kvcache.KVDType`, or ``auto`` for `dtype`.
         block_size: Tokens in a block of the KV cache.
@@ -53,10 +57,43 @@ def load_model(
     if not isinstance(source, ModelSource):
         source = open_model(source)
     source = _with_own_head_if_it_differs(source)
-    config = source.config
     device = torch.device(device)
-    resolved = resolve_dtype(dtype, config.dtype, device)
-    name = str(resolved).removeprefix("torch.") if kv_dtype == "auto" else kv_dtype
+    first, *others = dtype_candidates(dtype, source.config.dtype, device)
+
+    def build(resolved: torch.dtype) -> CausalLM:
+        options = _options(source, resolved, device, attention_backend, kv_dtype, block_size)
+        model = source.architecture.build(source.config, options)
+        fill_parameters(model, source, source.layout, show=bool(progress))
+        return model
+
+    try:
+        model = build(first)
+    except Float16RangeError as error:
+        if not others:
+            raise
+        model = None
+        _logger.warning("%s; loading it in float32 instead", str(error).partition(";")[0])
+    if model is None:  # outside the handler, whose traceback keeps the first attempt in memory
+        model = build(others[0])
+    elif others:
+        _logger.warning(
+            "%s: bfloat16 needs compute capability 8.0; every weight fits float16, which is used",
+            source.path,
+        )
+    pack_linears(model)
+    return model.eval()
+
+
+def _options(
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention_backend: str,
+    kv_dtype: str,
+    block_size: int,
+) -> BuildOptions:
+    config = source.config
+    name = str(dtype).removeprefix("torch.") if kv_dtype == "auto" else kv_dtype
     spec = KVCacheSpec(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -64,13 +101,8 @@ def load_model(
         block_size=block_size,
         kv_dtype=cast(KVDType, name),
     )
-    shape = AttentionShape.of_cache(spec, num_heads=config.num_heads, query_dtype=resolved)
-    backend = select_backend(attention_backend, shape, device)
-    options = BuildOptions(resolved, device, spec, backend)
-    model = source.architecture.build(config, options)
-    fill_parameters(model, source, source.layout, show=bool(progress))
-    pack_linears(model)
-    return model.eval()
+    shape = AttentionShape.of_cache(spec, num_heads=config.num_heads, query_dtype=dtype)
+    return BuildOptions(dtype, device, spec, select_backend(attention_backend, shape, device))
 
 
 def _with_own_head_if_it_differs(source: ModelSource) -> ModelSource:

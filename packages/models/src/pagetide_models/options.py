@@ -14,7 +14,7 @@ from pagetide_models.config import CheckpointDType, ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BuildOptions", "resolve_dtype"]
+__all__ = ["BuildOptions", "dtype_candidates"]
 
 _DTYPES: Final = {
     "float32": torch.float32,
@@ -50,29 +50,29 @@ class BuildOptions:
         )
 
 
-def resolve_dtype(
+def dtype_candidates(
     dtype: str | torch.dtype, checkpoint: CheckpointDType, device: torch.device
-) -> torch.dtype:
-    """The dtype to compute in.
+) -> tuple[torch.dtype, ...]:
+    """The dtypes to try, first the one to compute in.
 
     ``auto`` is float32 on the CPU whatever the checkpoint holds: CPU cores have fast fp32 products
     and mostly emulate 16-bit ones, and quantised weights are dequantised into it without a second
-    rounding. On a GPU it follows the checkpoint, except that bfloat16 needs compute capability 8.0
-    and becomes float16 below (loading then refuses weights beyond 65,504).
+    rounding. On a GPU it follows the checkpoint, except that bfloat16 needs compute capability 8.0:
+    below it the model is held in float16, and in float32 if a weight lies beyond float16's range.
 
     Raises:
         ValueError: `dtype` is neither ``auto`` nor float32, float16 or bfloat16.
     """
     if isinstance(dtype, torch.dtype):
         if dtype in _DTYPES.values():
-            return dtype
+            return (dtype,)
     elif dtype in _DTYPES:
-        return _DTYPES[dtype]
+        return (_DTYPES[dtype],)
     if dtype != "auto":
         raise ValueError(f"dtype {dtype!r} is none of auto, {', '.join(_DTYPES)}")
     if device.type != "cuda":
-        return torch.float32
+        return (torch.float32,)
     # Not is_bf16_supported(): it answers True on older cards, where bf16 is emulated.
     if checkpoint == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
-        return torch.float16
-    return _DTYPES[checkpoint]
+        return (torch.float16, torch.float32)
+    return (_DTYPES[checkpoint],)

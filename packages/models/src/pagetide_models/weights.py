@@ -19,7 +19,7 @@ from pagetide_models.tensors import ENCODINGS, TensorInfo
 if TYPE_CHECKING:
     from pagetide_models.source import ModelSource
 
-__all__ = ["fill_parameters", "is_same_tensor", "read_tensor", "unpermute"]
+__all__ = ["Float16RangeError", "fill_parameters", "is_same_tensor", "read_tensor", "unpermute"]
 
 _DTYPES: Final = {
     "F64": torch.float64,
@@ -29,6 +29,10 @@ _DTYPES: Final = {
 }
 _CHUNK_BYTES: Final = 1 << 24
 _ROW_BLOCKS: Final = 256
+
+
+class Float16RangeError(ModelFormatError):
+    """A weight lies beyond float16's range, in which the model was to be held."""
 
 
 def _read_bytes(info: TensorInfo) -> Tensor:
@@ -105,8 +109,8 @@ def fill_parameters(model: nn.Module, source: ModelSource, layout: Layout, show:
         show: Draw a progress bar on a terminal (none in a pipe).
 
     Raises:
-        ModelFormatError: A tensor is cut short or does not fit float16, or a parameter would stay
-            unset.
+        ModelFormatError: A tensor is cut short or does not fit float16 (`Float16RangeError`), or a
+            parameter would stay unset.
     """
     parameters = dict(model.named_parameters())
     filled: Counter[str] = Counter()
@@ -162,7 +166,7 @@ def _check_range(values: Tensor, dtype: torch.dtype, info: TensorInfo) -> None:
         return
     largest = float(values.abs().max())
     if largest > torch.finfo(torch.float16).max:
-        raise ModelFormatError(
+        raise Float16RangeError(
             f"{info.path}: tensor {info.name!r} reaches {largest:.0f}, beyond float16's 65504; "
             "load the model with dtype='float32' (or 'bfloat16')"
         )
