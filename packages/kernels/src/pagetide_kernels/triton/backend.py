@@ -73,11 +73,14 @@ class TritonBackend(AttentionBackend):
 
     def prepare(self, metadata: AttentionMetadata, shape: AttentionShape) -> AttentionMetadata:
         """Cuts the step into items, on the device; all layers share them."""
+        return metadata.with_work_list(self._work_list(metadata, shape))
+
+    def _work_list(self, metadata: AttentionMetadata, shape: AttentionShape) -> WorkList:
         tuning = tuning_for(shape)
         programs = _INTERPRETED_PROGRAMS
         if metadata.device.type == "cuda":
             programs = _multiprocessors(metadata.device) * tuning.programs_an_sm
-        return metadata.with_work_list(make_work_list(metadata, shape, tuning, programs))
+        return make_work_list(metadata, shape, tuning, programs)
 
     def paged_attention(
         self,
@@ -98,9 +101,9 @@ class TritonBackend(AttentionBackend):
         if not metadata.num_seqs:
             out.zero_()
             return
-        if not isinstance(metadata.work_list, WorkList):
-            metadata = self.prepare(metadata, shape)
         work = metadata.work_list
+        if not isinstance(work, WorkList):
+            work = self._work_list(metadata, shape)
         tuning = tuning_for(shape)
         k_scales_, v_scales_ = (k_cache if s is None else s for s in (k_scales, v_scales))
         scale_strides = (0, 0, 0) if k_scales is None else k_scales.stride()
@@ -129,7 +132,8 @@ class TritonBackend(AttentionBackend):
             NUM_KV_HEADS=shape.num_kv_heads, TILE=tuning.tile, LEAVES=tuning.leaves,
             MIN_LEAF_TILES=tuning.min_leaf_tiles, ROWS=tuning.decode_rows,
             STATE_ROWS=work.state_rows, MERGE_ROWS=triton.next_power_of_2(work.state_rows),
-            STAGES=tuning.decode_stages, num_warps=tuning.decode_warps, maxnreg=tuning.decode_registers, **constants,
+            STAGES=tuning.decode_stages, num_warps=tuning.decode_warps,
+            maxnreg=tuning.decode_registers, **constants,
         )  # fmt: skip
         if work.prefill_items.shape[0]:
             prefill_kernel[(shape.num_kv_heads, work.prefill_items.shape[0])](

@@ -1,14 +1,16 @@
-"""Few query tokens, many keys: the keys of a sequence are a fixed row of leaves, whoever walks them.
+"""Few query tokens, many keys: a sequence's keys are a fixed row of leaves, whoever walks them.
 
-The leaves. A sequence's keys are cut into leaves of equal length, at most `LEAVES` of them and each at
-least `MIN_LEAF_TILES` tiles long; each is an online softmax of its own, and the leaves merge in order.
-The cut depends on the sequence's length and the model's shape alone: that is exactness level 1.
+The leaves. A sequence's keys are cut into leaves of equal length, at most `LEAVES` of them and each
+at least `MIN_LEAF_TILES` tiles long; each is an online softmax of its own, and the leaves merge in
+order. The cut depends on the sequence's length and the model's shape alone: that is exactness
+level 1.
 
-The walk. An item is a run of one sequence's leaves for one KV head. How long the runs are is decided
-once a step by the work list, from what the whole batch has to do: a small batch is cut fine to fill
-the card, a large one coarse to save memory traffic. A program whose item is the whole sequence merges
-its leaves in registers and writes the output. Otherwise each leaf's state is left in memory, and the
-last program to arrive merges them in the same order: no second launch, the same bits.
+The walk. An item is a run of one sequence's leaves for one KV head. How long the runs are is
+decided once a step by the work list, from what the whole batch has to do: a small batch is cut fine
+to fill the card, a large one coarse to save memory traffic. A program whose item is the whole
+sequence merges its leaves in registers and writes the output. Otherwise each leaf's state is left
+in memory, and the last program to arrive merges them in the same order: no second launch, the same
+bits.
 
 The rows of a tile are the query heads that share the KV head, times the sequence's query tokens.
 """
@@ -86,7 +88,8 @@ def _zero_padding(
     head = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM)
     for token in range(first + tl.program_id(1), num_tokens, tl.num_programs(1)):
-        at = out + token.to(tl.int64) * token_stride + (kv_head * GROUP_SIZE + head) * head_stride
+        token_at = out + tl.cast(token, tl.int64) * token_stride
+        at = token_at + (kv_head * GROUP_SIZE + head) * head_stride
         tl.store(
             at[:, None] + dims[None, :],
             tl.zeros([ROWS, DIM], tl.float32).to(out.dtype.element_ty),
@@ -219,7 +222,7 @@ def decode_kernel(
     for base in tl.range(0, num_leaves, _MERGED_AT_ONCE):
         loaded = ()
         for i in tl.static_range(_MERGED_AT_ONCE):
-            loaded = loaded + (
+            loaded = loaded + (  # type: ignore[assignment]  # noqa: RUF005 (no unpacking in Triton)
                 _load_state(
                     states, sums, state + (base + i) * NUM_KV_HEADS, base + i < num_leaves,
                     query_len * GROUP_SIZE, MERGE_ROWS, DIM, STATE_ROWS,

@@ -1,9 +1,10 @@
 """Many query tokens: FlashAttention-2's loop over a paged cache.
 
-An item is a run of one sequence's query tokens for one KV head; the rows of its tile are those tokens
-times the query heads of the group, so each key is read once for all of them (Dao 2023; grouped as in
-Ainslie et al. 2023). Tiles that every row sees whole need no mask; the diagonal ones do. A row's bits
-do not depend on the rows beside it: a tile of which it sees no key leaves its state untouched.
+An item is a run of one sequence's query tokens for one KV head; the rows of its tile are those
+tokens times the query heads of the group, so each key is read once for all of them (Dao 2023;
+grouped as in Ainslie et al. 2023). Tiles that every row sees whole need no mask; the diagonal ones
+do. A row's bits do not depend on the rows beside it: a tile of which it sees no key leaves its
+state untouched.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The state of an online softmax, and the one way two states become one.
 
-A state over a set of keys is `(m, l, acc)`: the largest score in log2 units, the sum of `2^(s - m)`,
-and the sum of `2^(s - m) * v`. Attention is `acc / l`. Two states over disjoint keys merge by bringing
-both to the larger maximum (Milakov and Gimelshein 2018; Dao 2023). The main loop, the fold of a group
-and the merge of splits all call `merge`, so the same tree of keys gives the same bits whichever
-program walks which part of it: the fused multiply-add is written out because a compiler may fuse
-either product of `a * x + b * y`, and chooses by context.
+A state over a set of keys is `(m, l, acc)`: the largest score in log2 units, the sum of
+`2^(s - m)`, and the sum of `2^(s - m) * v`. Attention is `acc / l`. Two states over disjoint keys
+merge by bringing both to the larger maximum (Milakov and Gimelshein 2018; Dao 2023). The program
+that walks a whole sequence and the one that arrives last both call `merge`, leaf by leaf, so the
+same row of leaves gives the same bits whoever walks which part of it: the fused multiply-add is
+written out because a compiler may fuse either product of `a * x + b * y`, and chooses by context.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ __all__ = [
     "load_tile",
     "masked_scores",
     "operand",
-    "tile_scales",
+    "tile_places",
     "weighted_values",
 ]
 
@@ -82,7 +82,7 @@ def masked_scores(
     if IS_QUANTIZED:
         scores = scores * k_scale[None, :]
     if HAS_SOFT_CAP:
-        # tanh(x) = 1 - 2 / (1 + e^2x): exact at both ends, and a relative error that the cap bounds.
+        # tanh(x) = 1 - 2 / (1 + e^2x): exact at both ends; the cap bounds its relative error.
         grown = tl.exp2(scores * (2.0 * LOG2_E * scale / soft_cap))
         scores = (soft_cap * LOG2_E) * (1.0 - 2.0 / (1.0 + grown))
     else:

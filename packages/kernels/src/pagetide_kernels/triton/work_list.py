@@ -1,7 +1,8 @@
 """What the step's programs do, made on the device from its lengths alone.
 
-The host knows bounds; only the device knows the lengths, when a captured graph is replayed. So a small
-kernel, inside the graph, cuts the step into items, and the attention kernels run a fixed grid over them.
+The host knows bounds; only the device knows the lengths, when a captured graph is replayed. So a
+small kernel, inside the graph, cuts the step into items, and the attention kernels run a fixed grid
+over them.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _work_list_kernel(
     start = tl.load(query_start_loc + sequence, mask=is_there, other=0)
     query_len = tl.load(query_start_loc + sequence + 1, mask=is_there, other=0) - start
     seq_len = tl.load(seq_lens + sequence, mask=is_there, other=0)
-    # A sequence's path is its own: its query tokens fit the rows of one decode tile, or they do not.
+    # A sequence's path is its own: its query tokens fit the rows of one decode tile, or not.
     decodes = (query_len > 0) & (query_len * GROUP_SIZE <= DECODE_ROWS)
 
     # A run is as many leaves as it takes to give every program about the same number of tiles.
@@ -137,8 +138,8 @@ def make_work_list(
     leaves_a_seq = max(
         1, min(tuning.leaves, triton.cdiv(bounds.max_seq_len, tuning.tile * tuning.min_leaf_tiles))
     )
-    # A program takes its even share of tiles, rounded up to whole leaves: no more items than shares,
-    # and one more a sequence for what is left over.
+    # A program takes its even share of tiles, rounded up to whole leaves: no more items than
+    # shares, and one more a sequence for what is left over.
     decode_capacity = min(num_seqs * leaves_a_seq, target_programs // kv_heads + num_seqs + 1)
     prefills = bounds.max_query_len * shape.group_size > tuning.decode_rows
     prefill_tokens = tuning.prefill_rows // shape.group_size
