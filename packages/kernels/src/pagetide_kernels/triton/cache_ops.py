@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["copy_blocks_kernel", "store_kernel", "store_block_scaled_kernel"]
+__all__ = ["copy_blocks_kernel", "store_block_scaled_kernel", "store_kernel"]
 
 INT8_MAX = tl.constexpr(127.0)
 
@@ -18,7 +18,7 @@ def _round(x):
 
 @triton.jit
 def _quantize(x, scale):
-    """int8 [TOKENS, DIM] of float32 `x` with a float32 scale a token; zeros where the scale is 0."""
+    """int8 [TOKENS, DIM] of float32 `x`, with a float32 scale a token; zeros where that is 0."""
     divisor = tl.where(scale == 0.0, 1.0, scale)
     divisor = tl.broadcast_to(divisor[:, None], x.shape)
     rounded = _round(tl.div_rn(x, divisor))
@@ -135,9 +135,10 @@ def store_block_scaled_kernel(
     scale_block_stride, scale_head_stride,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One token and head; grid (tokens, heads). The first token of a block in this step writes all of them.
+    """One token and head; grid (tokens, heads).
 
-    A written block belongs to one sequence, so its tokens stand side by side in the step.
+    The first token of a block in this step writes all of them. A written block belongs to one
+    sequence, so its tokens stand side by side in the step.
     """
     token = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -151,7 +152,7 @@ def store_block_scaled_kernel(
         return
     num_held = (where % BLOCK_SIZE).to(tl.int32)
     ahead = token + tl.arange(0, BLOCK_SIZE)
-    beside = tl.load(slot_mapping + ahead, mask=ahead < num_tokens, other=-1)
+    beside = tl.load(slot_mapping + ahead, mask=ahead < num_tokens, other=-BLOCK_SIZE)
     num_new = tl.sum((beside // BLOCK_SIZE == block).to(tl.int32), axis=0)
     scale_at = block * scale_block_stride + head * scale_head_stride
     _store_in_block(
@@ -175,8 +176,8 @@ def copy_blocks_kernel(
 ):  # fmt: skip
     """One chunk of one block of one layer's K or V; grid (copies, layers x 2, chunks).
 
-    `source` and `destination` are int32 words, `pairs` int64 [copies, 2]; a block is contiguous within
-    a layer's K or V.
+    `source` and `destination` are int32 words, `pairs` int64 [copies, 2]; a block is contiguous
+    within a layer's K or V.
     """
     pair = pairs + tl.program_id(0) * 2
     layer = tl.program_id(1).to(tl.int64)
