@@ -2,10 +2,10 @@
 
     python benchmarks/cpu_engine.py MODEL.gguf [--rounds 3] [--json record.json]
 
-Eight prompts of 40 tokens, 64 new tokens each, greedy, fp32: through our engine in one batch, through
-transformers' `generate` one at a time and as one padded batch; and one request alone in both. The
-systems take turns, so that a machine whose speed drifts does not favour one; the median of each and
-the ratios are printed. Both get the same threads and the same weights, and their tokens are compared.
+Eight prompts of 40 tokens, 64 new tokens each, greedy, fp32: through our engine in one batch,
+through transformers' `generate` one at a time and as one padded batch; and one request alone in
+both. The systems take turns, so that a machine whose speed drifts does not favour one; the median
+of each and the ratios are printed. Both get the same threads and weights; tokens are compared.
 """
 
 from __future__ import annotations

@@ -142,3 +142,25 @@ def test_a_bad_option_is_refused_by_name(
 def test_an_unknown_option_is_not_dropped(demo_model: Path) -> None:
     with pytest.raises(TypeError, match="kv_type"):
         LLM(demo_model, kv_type="int8")
+
+
+def test_samples_of_one_prompt_share_it_and_differ(llm: LLM, answers: list[dict[str, Any]]) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
+    prompts = [answers[2]["prompt"], answers[4]["prompt"]]
+    completions = llm.generate(prompts, params, n=3)
+    assert [(c.index, c.sample) for c in completions] == [(i, s) for i in (0, 1) for s in (0, 1, 2)]
+    assert len({c.token_ids for c in completions}) == 6
+    # sample i draws as a request of its own with seed + i would
+    for completion in completions[:3]:
+        own = SamplingParams(
+            temperature=1.0, seed=3 + completion.sample, max_tokens=12, ignore_eos=True
+        )
+        (alone,) = llm.generate([prompts[0]], own)
+        assert alone.token_ids == completion.token_ids
+    with pytest.raises(ValueError, match="n=0"):
+        llm.generate(prompts, params, n=0)
+
+
+def test_what_is_not_reported_is_refused_not_dropped(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="prompt_logprobs"):
+        llm.generate("Hello", SamplingParams(prompt_logprobs=True))

@@ -12,7 +12,7 @@ import torch
 from engine_harness import FailingRunner, Harness, LateFailure, demo_causal_lm
 
 from pagetide_runtime import FinishReason, SamplingParams
-from pagetide_scheduler import StepPlan
+from pagetide_scheduler import Preemption, StepPlan
 
 pytestmark = pytest.mark.model
 
@@ -255,3 +255,53 @@ def test_every_kv_dtype_answers(demo_model: Path, answers: Answers, kv_dtype: st
         for i, output in enumerate(outputs)
     ]
     assert np.mean(agreeing) > 0.7
+
+
+@pytest.mark.parametrize("way", ["swap", "recompute"])
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_forced_preemption_every_few_steps_changes_no_token(
+    demo_model: Path, answers: Answers, way: str, overlap: int
+) -> None:
+    harness = Harness(
+        demo_causal_lm(demo_model, 4),
+        num_blocks=300,
+        num_host_blocks=200,
+        max_num_batched_tokens=48,
+        max_plans_in_flight=overlap,
+    )
+    scheduler = harness.engine.scheduler
+    rng = random.Random(way)
+    forced = 0
+
+    def force(step: int) -> None:
+        nonlocal forced
+        if step % 4 == 3 and scheduler.unfinished_ids[1:]:
+            victim = rng.choice(scheduler.unfinished_ids[1:])  # the oldest is spared
+            forced += scheduler.preempt(victim, Preemption(way))
+
+    outputs = harness.run(prompts_of(answers)[:12], GREEDY, force)
+    assert forced >= 8
+    assert [output.token_ids for output in outputs] == tokens_of(answers)[:12]
+
+
+def test_swapping_when_blocks_run_out_changes_no_token(demo_model: Path, answers: Answers) -> None:
+    longest = max(len(answer["prompt"]) for answer in answers) + 32
+    harness = Harness(
+        demo_causal_lm(demo_model, 4),
+        num_blocks=-(-longest // 4) + 30,
+        num_host_blocks=120,
+        preemption="swap",
+        max_num_batched_tokens=64,
+    )
+    outputs = harness.run(prompts_of(answers), GREEDY)
+    assert [output.token_ids for output in outputs] == tokens_of(answers)
+    assert sum(output.num_preemptions for output in outputs) >= 3
+
+
+@pytest.mark.parametrize("admission", ["fcfs", "lookahead", "reserve"])
+def test_every_admission_policy_gives_the_same_tokens(
+    demo_model: Path, answers: Answers, admission: str
+) -> None:
+    harness = Harness(demo_causal_lm(demo_model, 4), num_blocks=70, admission=admission)
+    outputs = harness.run(prompts_of(answers)[:10], GREEDY)
+    assert [output.token_ids for output in outputs] == tokens_of(answers)[:10]

@@ -69,14 +69,25 @@ def build_engine(model: CausalLM, config: EngineConfig, block_manager: BlockMana
     """An engine over a loaded model and a pool of blocks, which it alone may change from now on."""
     max_model_len = _max_model_len(model, config)
     eos_token_ids = model.config.eos_token_ids
+    host_blocks = None
+    host_cache = None
+    if config.num_host_blocks:
+        host_blocks = BlockManager(
+            config.num_host_blocks, block_manager.block_size, enable_prefix_cache=False
+        )
+        host_cache = KVCache(model.kv_cache_spec, config.num_host_blocks, device="cpu")
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,
+            max_overlap=config.max_plans_in_flight,
+            admission=config.admission,
+            preemption=config.preemption,
             vocab_size=model.config.vocab_size,
         ),
         block_manager,
+        host_block_manager=host_blocks,
         eos_token_ids=eos_token_ids,
     )
     runner = ModelRunner(
@@ -85,5 +96,6 @@ def build_engine(model: CausalLM, config: EngineConfig, block_manager: BlockMana
         num_rows=config.max_num_seqs,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
+        host_cache=host_cache,
     )
     return Engine(scheduler, runner, max_plans_in_flight=config.max_plans_in_flight)

@@ -15,12 +15,14 @@ class Completion:
 
     Attributes:
         index: the prompt's place in the call.
+        sample: which of the prompt's samples this is, from 0.
         prompt: the prompt as given: text, or None where token ids were given.
         text: the generated text, without the stop string that may have ended it.
         output: what the scheduler knows: token ids, finish reason, counts and times.
     """
 
     index: int
+    sample: int
     prompt: str | None
     text: str
     output: RequestOutput
@@ -62,10 +64,12 @@ class TextChunk:
 
     Attributes:
         index: the prompt's place in the call.
+        sample: which of the prompt's samples this is, from 0.
         text: the new text; empty while a character or a possible stop string is incomplete.
         completion: the whole answer, with the request's last chunk; None before.
     """
 
     index: int
+    sample: int
     text: str
     completion: Completion | None = None

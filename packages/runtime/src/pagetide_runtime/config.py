@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = ["EngineConfig"]
+
+AdmissionName = Literal["fcfs", "lookahead", "reserve"]
+PreemptionName = Literal["recompute", "swap", "auto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,11 @@ class EngineConfig:
         max_model_len: tokens a request may reach, prompt included; None is the model's own limit.
         max_num_seqs: requests that may run at once.
         max_num_batched_tokens: the token budget of one step.
+        admission: whom to admit when not all fit: `fcfs`, `lookahead` or `reserve`
+            (`pagetide_scheduler.SchedulerConfig`).
+        preemption: how a running request gives up its blocks when they run out: `recompute`,
+            `swap` to host memory, or `auto`, whichever loses less time.
+        num_host_blocks: blocks of host memory to swap to; 0 for none.
         enable_prefix_cache: whether finished blocks may serve later requests.
         max_plans_in_flight: how many steps may be planned before the first one's result is read:
             0 waits for each step, 1 plans the next while the card computes.
@@ -42,6 +51,9 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    admission: AdmissionName = "lookahead"
+    preemption: PreemptionName = "auto"
+    num_host_blocks: int = 0
     enable_prefix_cache: bool = True
     max_plans_in_flight: int = 0
 
@@ -54,6 +66,10 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+        if not isinstance(self.num_host_blocks, int) or self.num_host_blocks < 0:
+            raise ValueError(
+                f"num_host_blocks={self.num_host_blocks!r}: give a whole number, 0 for no swapping"
+            )
         if self.max_plans_in_flight not in (0, 1, 2):
             raise ValueError(
                 f"max_plans_in_flight={self.max_plans_in_flight!r}: give 0, 1 or 2; "

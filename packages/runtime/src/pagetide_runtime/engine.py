@@ -76,17 +76,34 @@ class Engine:
         return self.scheduler.has_unfinished or bool(self._in_flight)
 
     def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
     ) -> Request:
-        """Queues a request.
+        """Queues a request; a higher `priority` goes first.
 
         Raises:
             ValueError: the request can never fit, or its id is in use (`Scheduler.add`).
             EngineDeadError: the device failed earlier and cannot be used again.
         """
+        (request,) = self.add_samples((request_id,), prompt_token_ids, (params,), priority=priority)
+        return request
+
+    def add_samples(
+        self,
+        request_ids: Sequence[str],
+        prompt_token_ids: Sequence[int],
+        params: Sequence[SamplingParams],
+        *,
+        priority: int = 0,
+    ) -> tuple[Request, ...]:
+        """Queues several samples of one prompt, which is computed once; raises as `add_request`."""
         if self._death is not None:
             raise EngineDeadError("the device failed; build a new engine") from self._death
-        return self.scheduler.add(request_id, prompt_token_ids, params)
+        return self.scheduler.add_samples(request_ids, prompt_token_ids, params, priority=priority)
 
     def finish(
         self, request_id: str, reason: FinishReason, *, keep_tokens: int | None = None

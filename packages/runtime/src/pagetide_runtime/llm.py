@@ -27,8 +27,11 @@ Message = Mapping[str, str]
 class _Active:
     """A request whose text is still growing, and the chunks that its caller has not taken yet."""
 
-    def __init__(self, index: int, prompt: str | None, detokenizer: Detokenizer) -> None:
+    def __init__(
+        self, index: int, sample: int, prompt: str | None, detokenizer: Detokenizer
+    ) -> None:
         self.index = index
+        self.sample = sample
         self.prompt = prompt
         self.detokenizer = detokenizer
         self.chunks: deque[TextChunk] = deque()
@@ -84,6 +87,8 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
     ) -> list[Completion]:
         """Answers every prompt, all in one continuous batch.
 
@@ -99,13 +104,13 @@ class LLM:
             prompt.
         """
         prompts = _as_prompts(prompts)
-        completions: list[Completion | None] = [None] * len(prompts)
+        completions: list[Completion | None] = [None] * (len(prompts) * n)
         with tqdm(
-            total=len(prompts), desc="prompts", disable=None if self._progress else True
+            total=len(completions), desc="prompts", disable=None if self._progress else True
         ) as bar:
-            for chunk in self.stream(prompts, params):
+            for chunk in self.stream(prompts, params, n=n):
                 if chunk.completion is not None:
-                    completions[chunk.index] = chunk.completion
+                    completions[chunk.index * n + chunk.sample] = chunk.completion
                     bar.update()
         return [completion for completion in completions if completion is not None]
 
@@ -113,19 +118,22 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
     ) -> Generator[TextChunk, None, None]:
         """Answers every prompt in one continuous batch and yields text as it becomes certain.
 
         Closing the iterator early aborts what has not ended. Raises what `generate` raises, before
         anything is computed.
         """
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"n={n!r}: give a whole number of at least 1")
         prompts = _as_prompts(prompts)
         wishes = _as_params(params, len(prompts))
         added: dict[str, _Active] = {}
         try:
             for index, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True)):
-                request_id, active = self._add(index, prompt, wish)
-                added[request_id] = active
+                added.update(self._add(index, prompt, wish, n))
         except BaseException:
             self._abort(added)
             raise
@@ -151,19 +159,35 @@ class LLM:
         """
         return self.tokenizer.encode_chat(messages)
 
-    def _add(self, index: int, prompt: Prompt, params: SamplingParams) -> tuple[str, _Active]:
+    def _add(
+        self, index: int, prompt: Prompt, params: SamplingParams, n: int
+    ) -> dict[str, _Active]:
+        if params.prompt_logprobs:
+            raise ValueError(
+                "prompt_logprobs=True: this runtime does not report the prompt's log-probabilities"
+            )
         text = prompt if isinstance(prompt, str) else None
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        request_id = f"request-{next(self._request_ids)}"
-        self.engine.add_request(request_id, token_ids, params)
-        detokenizer = Detokenizer(
-            self.tokenizer,
-            params.stop,
-            strips_leading_space=self.tokenizer.strips_leading_space,
-        )
-        active = _Active(index, text, detokenizer)
-        self._active[request_id] = active
-        return request_id, active
+        samples = [params]
+        if n > 1:
+            seed = params.seed
+            samples = [
+                replace(params, seed=None if seed is None else seed + sample) for sample in range(n)
+            ]
+        request_ids = [f"request-{next(self._request_ids)}" for _ in samples]
+        self.engine.add_samples(request_ids, token_ids, samples)
+        strips = self.tokenizer.strips_leading_space
+        added = {
+            request_id: _Active(
+                index,
+                sample,
+                text,
+                Detokenizer(self.tokenizer, params.stop, strips_leading_space=strips),
+            )
+            for sample, request_id in enumerate(request_ids)
+        }
+        self._active.update(added)
+        return added
 
     def _abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -206,12 +230,14 @@ class LLM:
             piece = pieces.pop(request_id, "") + active.detokenizer.finish()
             if active.detokenizer.is_stopped:
                 finished = replace(finished, finish_reason=FinishReason.STOP)
-            completion = Completion(active.index, active.prompt, active.detokenizer.text, finished)
-            active.chunks.append(TextChunk(active.index, piece, completion))
+            completion = Completion(
+                active.index, active.sample, active.prompt, active.detokenizer.text, finished
+            )
+            active.chunks.append(TextChunk(active.index, active.sample, piece, completion))
         for request_id, piece in pieces.items():
             if piece:
                 active = self._active[request_id]
-                active.chunks.append(TextChunk(active.index, piece))
+                active.chunks.append(TextChunk(active.index, active.sample, piece))
 
 
 def _engine_config(options: dict[str, object]) -> EngineConfig:

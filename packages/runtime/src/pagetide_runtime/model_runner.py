@@ -30,6 +30,12 @@ class StepHandle:
             self._event.record()
         self._tokens, self._is_sound = tokens, is_sound
 
+    @classmethod
+    def of_nothing(cls, device: torch.device) -> StepHandle:
+        """The handle of a step that samples nothing: copies alone, or the middle of prompts."""
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        return cls(nothing, nothing.bool())
+
     def result(self) -> StepResult:
         """Waits for the step and returns what it sampled, one token a sample."""
         if self._event is not None:
@@ -92,9 +98,13 @@ class ModelRunner:
                 backend=self.model.backend,
                 host_cache=self.host_cache,
             )
+        if not plan.num_tokens:
+            return StepHandle.of_nothing(self.model.device)
         positions = buffers.upload(plan.positions)
         input_ids = buffers.input_ids(plan)
         hidden = self.model(input_ids, positions, self.kv_cache, buffers.metadata(plan, positions))
+        if not plan.num_samples:
+            return StepHandle.of_nothing(self.model.device)
         logits = self.model.compute_logits(hidden[buffers.upload(plan.sample_tokens)])
         tokens, is_sound = self._sampler.sample(logits, plan, buffers.upload)
         buffers.last_tokens[buffers.upload(plan.sample_rows)] = tokens

@@ -14,6 +14,8 @@ __all__ = ["main"]
 _COMMANDS = {
     "generate": ("pagetide_runtime.cli.generate", "generate", "Answer prompts in one batch."),
     "chat": ("pagetide_runtime.cli.chat", "chat", "Talk with a model, turn by turn."),
+    "simulate": ("pagetide_runtime.cli.tools", "simulate", "The scheduler on a trace of arrivals."),
+    "parity": ("pagetide_runtime.cli.tools", "parity", "A model beside Hugging Face, by layer."),
     "backends": ("pagetide_runtime.cli.backends", "backends", "What attention can run on here."),
 }
 
