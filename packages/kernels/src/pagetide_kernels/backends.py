@@ -120,6 +120,7 @@ class _Entry:
 _TABLE: Mapping[str, _Entry] = MappingProxyType(
     {
         "triton": _Entry("pagetide_kernels.triton.backend", "TritonBackend", frozenset({"cuda"})),
+        "cuda": _Entry("pagetide_kernels.cuda.backend", "CudaBackend", frozenset({"cuda"})),
         "cpu": _Entry("pagetide_kernels.cpu", "CpuBackend", frozenset({"cpu"})),
         "reference": _Entry(
             "pagetide_kernels.reference", "ReferenceBackend", frozenset({"cpu", "cuda"})

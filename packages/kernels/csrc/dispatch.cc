@@ -1,0 +1,70 @@
+// From a shape to the instance that serves it.
+#include "launch.h"
+
+namespace pagetide {
+namespace {
+
+using Launcher = void (*)(const AttentionParams&, cudaStream_t);
+
+[[noreturn]] void refuse(int head_dim) {
+  throw CudaError("no attention kernel was compiled for head_dim " + std::to_string(head_dim) + " and these dtypes");
+}
+
+template <typename T>
+Launcher mma_decode(int head_dim) {
+  switch (head_dim) {
+    case 64: return launch_decode_instance<MmaEngine<T, 64>>;
+    case 80: return launch_decode_instance<MmaEngine<T, 80>>;
+    case 96: return launch_decode_instance<MmaEngine<T, 96>>;
+    case 128: return launch_decode_instance<MmaEngine<T, 128>>;
+    case 256: return launch_decode_instance<MmaEngine<T, 256>>;
+    default: refuse(head_dim);
+  }
+}
+
+template <typename T>
+Launcher simt_decode(int head_dim) {
+  switch (head_dim) {
+    case 64: return launch_decode_instance<SimtEngine<T, 64>>;
+    case 128: return launch_decode_instance<SimtEngine<T, 128>>;
+    case 256: return launch_decode_instance<SimtEngine<T, 256>>;
+    default: refuse(head_dim);
+  }
+}
+
+template <typename T>
+Launcher prefill(int head_dim) {
+  switch (head_dim) {
+    case 64: return launch_prefill_instance<T, 64>;
+    case 80: return launch_prefill_instance<T, 80>;
+    case 96: return launch_prefill_instance<T, 96>;
+    case 128: return launch_prefill_instance<T, 128>;
+    case 256: return launch_prefill_instance<T, 256>;
+    default: refuse(head_dim);
+  }
+}
+
+Launcher decode_launcher(const AttentionParams& params, Path path, int head_dim) {
+  if (path == Path::MMA) {
+    return params.kv_dtype == DType::FLOAT16 ? mma_decode<Half>(head_dim) : mma_decode<BFloat>(head_dim);
+  }
+  switch (params.kv_dtype) {
+    case DType::FLOAT32: return simt_decode<float>(head_dim);
+    case DType::FLOAT16: return simt_decode<Half>(head_dim);
+    case DType::BFLOAT16: return simt_decode<BFloat>(head_dim);
+    default: return simt_decode<int8_t>(head_dim);
+  }
+}
+
+}  // namespace
+
+void launch_decode(const AttentionParams& params, Path path, int compiled_head_dim, cudaStream_t stream) {
+  decode_launcher(params, path, compiled_head_dim)(params, stream);
+}
+
+void launch_prefill(const AttentionParams& params, int compiled_head_dim, cudaStream_t stream) {
+  const bool is_half = params.kv_dtype == DType::FLOAT16;
+  (is_half ? prefill<Half>(compiled_head_dim) : prefill<BFloat>(compiled_head_dim))(params, stream);
+}
+
+}  // namespace pagetide

@@ -1,0 +1,2 @@
+#include "../decode_mma.cuh"
+template void pagetide::launch_decode_instance<pagetide::MmaEngine<pagetide::Half, 80>>(const AttentionParams&, cudaStream_t);
