@@ -298,6 +298,8 @@ class Engine:
         assert len({c.destination for c in out}) == len(out)
         self.num_copied += len(out)
         destinations = [c.destination for c in inward + within]
+        assert not set(destinations) & {c.source for c in out + within}
+        assert not {c.destination for c in out} & {c.source for c in inward}
         assert len(set(destinations)) == len(destinations)
         assert not set(destinations) & {c.source for c in within}
 

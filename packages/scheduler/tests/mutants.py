@@ -232,6 +232,12 @@ MUTANTS = (
         "max((i for i in range(num_full) if references[i] > 1), default=0)",
     ),
     Mutant(
+        "a block copied out and written in one plan",
+        "leaving",
+        "if clashing and state.host_blocks is not None:",
+        "if not clashing and state.host_blocks is not None:",
+    ),
+    Mutant(
         "host blocks leak",
         "leaving",
         "    host.free_sequence(request.request_id)\n",
@@ -301,7 +307,7 @@ MUTANTS = (
     Mutant(
         "admitted while a step that names it is in flight",
         "state",
-        "return bool(self.plans) and request.last_step >= self.plans[0].step_id",
+        "return request.last_step >= oldest",
         "return False",
     ),
     Mutant(

@@ -95,6 +95,8 @@ class LookAhead(AdmissionPolicy):
         self._head_since = 0
 
     def admit(self, waiting: WaitingQueue, step_id: int, attempt: Attempt) -> list[Request]:
+        if not len(waiting):
+            return []
         if waiting.head is not self._head:
             self._head, self._head_since = waiting.head, step_id
         stayed: list[Request] = []

@@ -8,10 +8,69 @@ from collections.abc import Sequence
 
 from pagetide_scheduler.errors import RequestRefusedError, RequestTooLargeError
 from pagetide_scheduler.params import SamplingParams
-from pagetide_scheduler.request import FinishReason, LengthLimit
+from pagetide_scheduler.request import FinishReason, LengthLimit, Request
 from pagetide_scheduler.state import SchedulerState
 
 _MASK = 2**64 - 1
+
+
+class Arrivals:
+    """Makes requests and gives each its place in the order.
+
+    Args:
+        state: The books.
+        eos_token_ids: The model's end-of-sequence ids.
+        source: Draws the keys of requests without a seed.
+    """
+
+    def __init__(
+        self, state: SchedulerState, eos_token_ids: frozenset[int], source: random.Random
+    ) -> None:
+        self._state = state
+        self._eos_token_ids = eos_token_ids
+        self._source = source
+        self._num_made = 0
+
+    def make_requests(
+        self,
+        request_ids: Sequence[str],
+        prompt_token_ids: Sequence[int],
+        params: Sequence[SamplingParams],
+        *,
+        priority: int,
+        now: float,
+    ) -> list[Request]:
+        """A request for each sample of one prompt, or none of them.
+
+        Raises:
+            RequestRefusedError: They cannot be taken; see `Scheduler.add_samples`.
+            ValueError: There are none, or not as many parameters as ids.
+        """
+        state = self._state
+        check_names(request_ids, state)
+        tokens = read_prompt(request_ids[0], prompt_token_ids, state.config.vocab_size)
+        # Age and priority in one number that never changes: all who wait grow older alike.
+        place = state.progress.next_step_id - priority * state.config.priority_steps
+        requests: list[Request] = []
+        for request_id, wishes in zip(request_ids, params, strict=True):
+            number = self._num_made + len(requests)
+            request = Request(
+                request_id=request_id,
+                num_prompt_tokens=len(tokens),
+                params=wishes,
+                key=make_key(wishes.seed, self._source),
+                limit=set_limit(request_id, len(tokens), wishes, state),
+                priority=priority,
+                order=(place, number),
+                arrival_time=now,
+                tokens=tokens[:],
+                stop_token_ids=stop_token_ids(wishes, self._eos_token_ids),
+                columns=state.columns,
+                queue_key=number,
+            )
+            requests.append(request)
+        self._num_made += len(requests)
+        return requests
 
 
 def check_names(request_ids: Sequence[str], state: SchedulerState) -> None:

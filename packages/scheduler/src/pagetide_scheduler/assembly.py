@@ -13,6 +13,8 @@ from pagetide_scheduler.request import Request
 
 EMPTY: Int32Column = np.empty(0, np.int32)
 EMPTY.flags.writeable = False
+NO_KEYS = np.empty(0, np.uint64)
+NO_KEYS.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ class PlanDraft:
             sample_positions=parts.sample_positions,
             new_rows=_column([r.row for r in self.new]),
             new_params=tuple([r.params for r in self.new]),
-            new_keys=np.array([r.key for r in self.new], np.uint64),
+            new_keys=np.array([r.key for r in self.new], np.uint64) if self.new else NO_KEYS,
             new_min_positions=_column([r.min_stop_length - 1 for r in self.new]),
             table_rows=_column(self.table_rows),
             table_indices=_column(self.table_indices),

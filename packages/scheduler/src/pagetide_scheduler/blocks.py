@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagetide_kvcache import Admission, BlockCopy, CopyDirection, OutOfBlocksError
+from pagetide_scheduler.leaving import keep_apart
 from pagetide_scheduler.request import Request, SwappedBlocks
 from pagetide_scheduler.state import SchedulerState
 
@@ -51,12 +52,13 @@ def _swap_in(state: SchedulerState, request: Request, swapped: SwappedBlocks) ->
     table = blocks.sequence_blocks[name]
     sources = host.sequence_blocks[name]
     destinations = table[swapped.num_kept : swapped.num_kept + len(sources)]
-    state.swap_copies.extend(
+    copies = [
         BlockCopy(source, destination, CopyDirection.IN)
         for source, destination in zip(sources, destinations, strict=True)
-    )
-    # A plan copies out before it copies in, and nobody swaps out behind an admission: so these
-    # host blocks are not overwritten before they are read.
+    ]
+    keep_apart(state, copies)
+    state.swap_copies.extend(copies)
+    # Nobody swaps out behind an admission, so no copy of this plan writes these host blocks.
     host.free_sequence(name)
     request.swapped = None
     return Admission(table, swapped.num_computed_tokens)

@@ -25,7 +25,7 @@ def share_budget(
     total = columns.num_tokens[rows] + columns.num_inflight_tokens[rows]
     left = total - columns.num_computed_tokens[rows]
     left[total >= columns.limits[rows]] = 0
-    if len(rows) <= budget and (left == 1).all():
+    if len(rows) <= budget and np.count_nonzero(left == 1) == len(rows):
         return Shares(batch, [])
 
     decode = (left == 1).nonzero()[0][:budget]

@@ -8,6 +8,7 @@ given away by the next plan whatever is in flight, since plans run in order and 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pagetide_kvcache import BlockCopy, CopyDirection
@@ -110,6 +111,26 @@ def forget_blocks(state: SchedulerState, request: Request) -> None:
     host.free_sequence(request.request_id)
     state.blocks.free_sequence(request.request_id)
     request.swapped = None
+
+
+def keep_apart(state: SchedulerState, copies: Iterable[BlockCopy]) -> None:
+    """Makes sure that no block which this plan copies out is the destination of `copies`, too.
+
+    A plan's copies may run in any order. Whoever's block was given away again within the plan that
+    would have copied it out recomputes instead.
+    """
+    written = {copy.destination for copy in copies}
+    clashing = {
+        copy.destination
+        for copy in state.swap_copies
+        if copy.direction is CopyDirection.OUT and copy.source in written
+    }
+    if clashing and state.host_blocks is not None:
+        for request in state.waiting.returning:
+            if request.swapped is not None:
+                on_host = state.host_blocks.sequence_blocks[request.request_id]
+                if not clashing.isdisjoint(on_host):
+                    forget_blocks(state, request)
 
 
 def forget_kept_blocks(state: SchedulerState) -> bool:

@@ -101,8 +101,8 @@ class StepPlan:
         table_rows: Block-table changes: `block_tables[row, index] = block`. int32 [D]
         table_indices: int32 [D]
         table_blocks: int32 [D]
-        copies: Block copies to perform before anything else, in order: out to the host pool, in
-            from it, within the pool. A block that is copied out may be written by a later kind.
+        copies: Block copies to perform before anything else: out to the host pool, in from it,
+            within the pool. No block is written twice, nor both read and written.
         sequences: The requests behind `rows`. [B]
         samples: The requests behind `sample_rows`. [S]
         max_query_len: Most tokens of one sequence.
@@ -153,7 +153,7 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do; such a plan is not submitted."""
-        return not len(self.token_ids)
+        return not len(self.token_ids) and not self.copies
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from pagetide_kvcache import OutOfBlocksError
 from pagetide_scheduler.assembly import PlanDraft
-from pagetide_scheduler.leaving import Sacrifice, forget_kept_blocks, give_up, weigh
+from pagetide_scheduler.leaving import Sacrifice, forget_kept_blocks, give_up, keep_apart, weigh
 from pagetide_scheduler.plan import Batch
 from pagetide_scheduler.request import Request
 from pagetide_scheduler.state import SchedulerState
@@ -23,7 +25,7 @@ def grow_tables(state: SchedulerState, draft: PlanDraft, decode: Batch) -> bool:
     positions = columns.num_computed_tokens[rows]
     needs_block = positions >= columns.capacities[rows]
     is_shared = columns.is_open_shared[rows]
-    if is_shared.any():
+    if np.count_nonzero(is_shared):
         growing = (needs_block | is_shared).nonzero()[0]
         return _grow_one_by_one(state, draft, [decode.requests[i] for i in growing.tolist()])
     growing = needs_block.nonzero()[0]
@@ -67,6 +69,7 @@ def _grow(state: SchedulerState, draft: PlanDraft, request: Request) -> bool:
     first = position // columns.block_size
     changed = blocks.sequence_blocks[request.request_id][first:]
     draft.copies += copies
+    keep_apart(state, copies)
     draft.change_tables([row] * len(changed), list(range(first, first + len(changed))), changed)
     columns.capacities[row] = (first + len(changed)) * columns.block_size
     columns.is_open_shared[row] = False

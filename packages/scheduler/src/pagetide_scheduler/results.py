@@ -39,8 +39,10 @@ def take_in_order(state: SchedulerState, plan: StepPlan, result: StepResult) -> 
             f"plan {plan.step_id} has {plan.num_samples} samples, the result "
             f"{len(result.num_tokens)}"
         )
-    odd = np.flatnonzero(result.num_tokens != 1)
-    if len(odd) and not {error.sample for error in result.errors}.issuperset(odd.tolist()):
+    is_odd = result.num_tokens != 1
+    if np.count_nonzero(is_odd):
+        is_odd[[error.sample for error in result.errors]] = False
+    if np.count_nonzero(is_odd):
         raise ValueError("num_tokens must be 1 for every sample: no drafts were planned")
     plans.popleft()
     state.progress.num_updates += 1
@@ -92,7 +94,7 @@ class ResultReader:
     def append(self, samples: Batch, result: StepResult, are_held: Mask) -> StepOutput:
         """Appends a token to each of `samples`, whatever has become of it meanwhile."""
         token_ids = result.token_ids[:, 0]
-        if are_held.all() and not result.errors:
+        if np.count_nonzero(are_held) == len(are_held) and not result.errors:
             finished = self._append_running(samples, token_ids)
             return StepOutput(samples.request_ids, token_ids, finished)
         return self._append_mixed(samples, result, are_held)

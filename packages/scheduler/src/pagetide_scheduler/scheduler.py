@@ -10,13 +10,7 @@ from functools import partial
 
 from pagetide_kvcache import BlockManager
 from pagetide_scheduler.admission import Outcome
-from pagetide_scheduler.arrival import (
-    check_names,
-    make_key,
-    read_prompt,
-    set_limit,
-    stop_token_ids,
-)
+from pagetide_scheduler.arrival import Arrivals
 from pagetide_scheduler.assembly import EMPTY, PlanDraft
 from pagetide_scheduler.columns import RunningColumns
 from pagetide_scheduler.config import SchedulerConfig
@@ -86,13 +80,11 @@ class Scheduler:
             swap_copies=[],
         )
         self._clock = clock
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self._arrivals = Arrivals(self._state, frozenset(eos_token_ids), random.Random(seed))
         self._stop_tokens = StopTokens()
         self._recovery = Recovery(self._state)
         self._policy = make_policy(self._state)
-        self._random = random.Random(seed)  # None: seeded by the operating system
         self._reader = ResultReader(self._state, self._stop_tokens, clock, self._end)
-        self._num_added = 0
         self.records: deque[StepRecord] = deque(maxlen=config.num_records)
 
     # ---- requests come and go -------------------------------------------------------------------
@@ -145,31 +137,10 @@ class Scheduler:
             RequestRefusedError: The prompt is empty, a token id is outside the vocabulary, an id
                 is taken, or there are more samples than may run at once. No sample was added.
         """
-        state, now = self._state, self._clock()
-        check_names(request_ids, state)
-        tokens = read_prompt(request_ids[0], prompt_token_ids, state.config.vocab_size)
-        samples: list[Request] = []
-        for request_id, wishes in zip(request_ids, params, strict=True):
-            number = self._num_added + len(samples)
-            request = Request(
-                request_id=request_id,
-                num_prompt_tokens=len(tokens),
-                params=wishes,
-                key=make_key(wishes.seed, self._random),
-                limit=set_limit(request_id, len(tokens), wishes, state),
-                priority=priority,
-                order=(
-                    state.progress.next_step_id - priority * state.config.priority_steps,
-                    number,
-                ),
-                arrival_time=now,
-                tokens=tokens[:],
-                stop_token_ids=stop_token_ids(wishes, self._eos_token_ids),
-                columns=state.columns,
-                queue_key=number,
-            )
-            samples.append(request)
-        self._num_added += len(samples)
+        state = self._state
+        samples = self._arrivals.make_requests(
+            request_ids, prompt_token_ids, params, priority=priority, now=self._clock()
+        )
         for request in samples:
             self._stop_tokens.include(request.stop_token_ids)
             state.requests[request.request_id] = request

@@ -70,5 +70,6 @@ class SchedulerState:
         return sum(len(leader.followers) for leader in self.leaders.values())
 
     def is_in_flight(self, request: Request) -> bool:
-        """Whether a plan that names this waiting request has not been read yet."""
-        return bool(self.plans) and request.last_step >= self.plans[0].step_id
+        """Whether a plan that names this waiting request is being made or not read yet."""
+        oldest = self.plans[0].step_id if self.plans else self.progress.next_step_id
+        return request.last_step >= oldest

@@ -8,6 +8,8 @@ import numpy as np
 
 from pagetide_scheduler.plan import Int32Column, Mask
 
+MOST_COMPARED = 4  # with more ids a binary search is faster than comparing with each
+
 
 class StopTokens:
     """Every token id that ends any request. A hit is a candidate: the request itself decides."""
@@ -26,6 +28,11 @@ class StopTokens:
         """Which of `token_ids` are stop tokens of some request, None if there are none at all."""
         if not len(self._sorted):
             return None
+        if len(self._sorted) <= MOST_COMPARED:
+            hits: Mask = token_ids == self._sorted[0]
+            for stop in self._sorted[1:]:
+                hits |= token_ids == stop
+            return hits
         nearest = self._sorted.searchsorted(token_ids)
-        hits: Mask = self._sorted.take(nearest, mode="clip") == token_ids
-        return hits
+        found: Mask = self._sorted.take(nearest, mode="clip") == token_ids
+        return found
