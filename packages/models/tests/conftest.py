@@ -266,3 +266,18 @@ def run_paged() -> Callable[..., Any]:
         return torch.cat(parts)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def checks() -> Any:
+    """The module parity_checks beside this file: what every full-size model must pass."""
+    pytest.importorskip("torch", reason="needs torch")
+    pytest.importorskip("transformers", reason="the oracle")
+    path = Path(__file__).parent / "parity_checks.py"
+    spec = importlib.util.spec_from_file_location("parity_checks", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module

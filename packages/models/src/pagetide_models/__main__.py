@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from pagetide_models.parity import cli
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool that the first argument names; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m pagetide_models", description=__doc__)
     tools = parser.add_subparsers(dest="tool", required=True)
     parity = tools.add_parser(
@@ -19,7 +21,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     cli.add_arguments(parity)
-    return cli.run(parser.parse_args())
+    return cli.run(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagetide_models.parity.cli import main
     from pagetide_models.parity.compare import Comparison, compare_traces
     from pagetide_models.parity.report import Report
     from pagetide_models.parity.run import ParityOptions, run_parity
@@ -22,7 +21,6 @@ _MODULES = {
     "Report": "report",
     "Trace": "trace",
     "compare_traces": "compare",
-    "main": "cli",
     "run_parity": "run",
     "trace_model": "trace",
     "trace_transformers": "transformers_side",
@@ -34,7 +32,6 @@ __all__ = [
     "Report",
     "Trace",
     "compare_traces",
-    "main",
     "run_parity",
     "trace_model",
     "trace_transformers",

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["add_arguments", "main", "run"]
+__all__ = ["EPILOG", "add_arguments", "run"]
 
 EPILOG = """\
 exit status: 0 equal, or as close as rounding allows; 1 different; 2 no comparison could be made
@@ -42,18 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reference", type=Path, metavar="FILE",
         help="compare with what --save-reference kept: needs no transformers",
     )  # fmt: skip
-
-
-def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Parse, compare, print; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog=prog or "python -m pagetide_models parity",
-        description="Compare a model with transformers, layer by layer.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
-    return run(parser.parse_args(arguments))
 
 
 def run(parsed: argparse.Namespace) -> int:
