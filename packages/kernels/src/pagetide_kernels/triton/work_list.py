@@ -89,7 +89,8 @@ def _work_list_kernel(
     num_leaves = tl.cdiv(num_tiles, leaf_tiles)
     tiles_a_program = tl.cdiv(tl.sum(num_tiles, axis=0) * NUM_KV_HEADS, target_programs)
     run = tl.maximum(tl.cdiv(tiles_a_program, leaf_tiles), 1)
-    num_items = tl.cdiv(num_leaves, run)
+    # A token that sees no key has nothing to walk, but its zeros must be written.
+    num_items = tl.where(decodes, tl.maximum(tl.cdiv(num_leaves, run), 1), 0)
     num_states = tl.where(num_items > 1, num_leaves, 0)
     item_ends = tl.cumsum(num_items, axis=0)
     state_ends = tl.cumsum(num_states, axis=0)
