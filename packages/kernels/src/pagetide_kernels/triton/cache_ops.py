@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pagetide_kernels.triton.tiles import narrow
+
 __all__ = ["copy_blocks_kernel", "store_block_scaled_kernel", "store_kernel"]
 
 INT8_MAX = tl.constexpr(127.0)
@@ -26,9 +28,17 @@ def _quantize(x, scale):
 
 
 @triton.jit
-def _amax_scale(x):
-    """float32 [TOKENS]: each token's largest magnitude, as the scale that makes it 127."""
+def _amax(x):
+    """float32 [TOKENS]: each token's largest magnitude; NaN where there is one, to stay visible."""
     largest = tl.max(tl.abs(x), axis=1)
+    is_nan = tl.max((x != x).to(tl.int32), axis=1) > 0
+    return tl.where(is_nan, float("nan"), largest)
+
+
+@triton.jit
+def _amax_scale(x):
+    """float32 [TOKENS]: the scale that makes each token's largest magnitude 127."""
+    largest = _amax(x)
     return tl.div_rn(largest, tl.full(largest.shape, INT8_MAX, tl.float32))
 
 
@@ -56,7 +66,7 @@ def _store_heads(
         tl.store(scale_at, scale, mask=is_head)
         tl.store(at, _quantize(values, scale), mask=is_element)
     else:
-        tl.store(at, values.to(cache.dtype.element_ty), mask=is_element)
+        tl.store(at, narrow(values, cache.dtype.element_ty), mask=is_element)
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -109,14 +119,14 @@ def _store_in_block(
         mask=is_new[:, None] & is_dim,
         other=0.0,
     ).to(tl.float32)
-    largest = tl.max(tl.max(tl.abs(new), axis=1), axis=0)
+    largest = tl.max(_amax(tl.reshape(new, [1, BLOCK_SIZE * DIM])), axis=0)
     scale = tl.div_rn(largest, INT8_MAX + 0.0 * largest)
     at = cache + slot[:, None] * slot_stride + dims[None, :]
     is_held = slot < num_held
     if num_held > 0:
         old_scale = tl.load(scales)
         held = tl.load(at, mask=is_held[:, None] & is_dim, other=0).to(tl.float32) * old_scale
-        scale = tl.maximum(scale, old_scale)
+        scale = tl.maximum(scale, old_scale, propagate_nan=tl.PropagateNan.ALL)
         new = tl.where(is_held[:, None], held, new)
     tl.store(scales, scale)
     tl.store(

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from pagetide_kernels.triton.softmax_state import accumulate, merge, new_state
+from pagetide_kernels.triton.tiles import narrow
 
 __all__ = ["ITEM_FIELDS", "decode_kernel"]
 
@@ -110,7 +111,7 @@ def _write_output(
     result = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     tl.store(
         out + (token * token_stride + head * head_stride)[:, None] + dims[None, :],
-        result.to(out.dtype.element_ty),
+        narrow(result, out.dtype.element_ty),
         mask=(row < query_len * GROUP_SIZE)[:, None] & (dims[None, :] < HEAD_DIM),
     )
 

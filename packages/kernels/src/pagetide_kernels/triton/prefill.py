@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from pagetide_kernels.triton.softmax_state import accumulate, new_state
+from pagetide_kernels.triton.tiles import narrow
 
 __all__ = ["ITEM_FIELDS", "prefill_kernel"]
 
@@ -98,6 +99,6 @@ def prefill_kernel(
     result = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     tl.store(
         out + (token * out_token_stride + head * out_head_stride)[:, None] + dims[None, :],
-        result.to(out.dtype.element_ty),
+        narrow(result, out.dtype.element_ty),
         mask=is_element,
     )
