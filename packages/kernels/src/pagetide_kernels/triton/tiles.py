@@ -13,13 +13,15 @@ __all__ = [
     "INTERPRETING",
     "load_tile",
     "masked_scores",
+    "narrow",
     "operand",
     "tile_places",
     "weighted_values",
 ]
 
-# The interpreter computes bf16 arithmetic wrongly (on numpy, which has no bf16), so there, and only
-# there, bf16 operands are widened first.
+# The interpreter runs on numpy, which has no bf16: it computes bf16 arithmetic wrongly and cuts
+# float32 off instead of rounding it. So there, and only there, bf16 operands are widened first and
+# results are rounded by hand.
 INTERPRETING = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -29,6 +31,18 @@ def operand(x, dtype: tl.constexpr):
     """`x` as an operand of a dot product with `dtype` queries."""
     if INTERPRETING and dtype == tl.bfloat16:
         return x.to(tl.float32)
+    return x.to(dtype)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """`x` rounded to the nearest `dtype`, ties to even."""
+    if INTERPRETING and dtype == tl.bfloat16:
+        x = x.to(tl.float32)
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(x == x, rounded, (bits >> 16) | 1)  # a NaN stays one
+        return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)
 
 
@@ -72,6 +86,25 @@ def load_tile(at, is_owned, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MASK_KEYS
 
 
 @triton.jit
+def _tanh(x, dtype: tl.constexpr):
+    """tanh of float32 `x`, as exactly as scores of `dtype` queries need it.
+
+    `1 - 2 / (1 + e^2x)` is exact at both ends, but its error near 0 is absolute, and the soft cap
+    multiplies it: too much for float32, which takes an odd polynomial there (Moshier's Cephes,
+    tanhf: |x| < 0.625, relative error 1.3e-7).
+    """
+    result = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2_E)))
+    if dtype == tl.float32:
+        z = x * x
+        series = 2.06390887954e-2 - 5.70498872745e-3 * z
+        series = series * z - 5.37397155531e-2
+        series = series * z + 1.33314422036e-1
+        series = series * z - 3.33332819422e-1
+        result = tl.where(tl.abs(x) < 0.625, x + x * z * series, result)
+    return result
+
+
+@triton.jit
 def masked_scores(
     q, k, k_scale, is_visible, scale, soft_cap,
     DTYPE: tl.constexpr, IS_QUANTIZED: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
@@ -82,9 +115,7 @@ def masked_scores(
     if IS_QUANTIZED:
         scores = scores * k_scale[None, :]
     if HAS_SOFT_CAP:
-        # tanh(x) = 1 - 2 / (1 + e^2x): exact at both ends; the cap bounds its relative error.
-        grown = tl.exp2(scores * (2.0 * LOG2_E * scale / soft_cap))
-        scores = (soft_cap * LOG2_E) * (1.0 - 2.0 / (1.0 + grown))
+        scores = (soft_cap * LOG2_E) * _tanh(scores * (scale / soft_cap), DTYPE)
     else:
         scores = scores * (scale * LOG2_E)
     if IS_MASKED:
