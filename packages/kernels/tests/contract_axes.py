@@ -7,12 +7,17 @@ Faults hide in combinations, and nearly always in combinations of two: the pairw
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from dataclasses import dataclass
 
 import torch
 
 from pagetide_kernels.metadata import SUPPORTED_PAIRS
+
+# Triton's interpreter takes milliseconds where a card takes nanoseconds: the same axes, with few
+# heads of each ratio and short sequences.
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 DTYPES = tuple((query, kv) for query, kvs in SUPPORTED_PAIRS.items() for kv in kvs)
 
@@ -30,6 +35,9 @@ AXES: dict[str, tuple] = {
     "layout": ("kvcache", "slots_first", "heads_first"),
     "poison": ("nan", "inf", "-inf", "7f"),
 }  # fmt: skip
+if IS_INTERPRETED:
+    AXES["heads"] = ((14, 2), (6, 2), (3, 3), (7, 1), (24, 1), (8, 1))
+    AXES["block_size"] = (16, 8, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,19 @@ class Case:
     def sequences(self) -> list[tuple[int, int]]:
         """(query_len, seq_len) of each sequence."""
         b = self.block_size
+        if IS_INTERPRETED:
+            return {
+                "decode": [(1, n) for n in (1, b, b + 1, 2 * b - 1)],
+                "prefill": [(1, 1), (17, 17), (20, 20)],
+                "chunked": [(18, b + 18), (2, 2 * b + 1)],
+                "mixed": [(1, 2 * b), (19, 19), (1, 1), (5, 40)],
+                "ragged": [(1, 300), (1, 3), (1, 17)],
+                "empty": [(0, b + 3), (1, 5), (0, 0), (3, 9), (0, 1)],
+                "drafts": [(4, 4), (4, 2 * b), (2, 3), (4, b + 2)],
+                "padded": [(1, b + 1), (9, 20)],
+                "alone": [(1, 4 * b + 1)],
+                "long": [(33, 70)],
+            }[self.lengths]
         return {
             "decode": [(1, n) for n in (1, b - 1, b, b + 1, 3 * b + 1)],
             "prefill": [(1, 1), (b, b), (b + 3, b + 3), (40, 40)],

@@ -9,7 +9,7 @@ import zlib
 from dataclasses import dataclass
 
 import torch
-from contract_axes import Case
+from contract_axes import IS_INTERPRETED, Case
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -36,6 +36,11 @@ def backends_here() -> list[tuple[str, str]]:
         for name, status in pk.available_backends(device).items()
         if status.is_available and (wanted is None or name in wanted.split(","))
     ]
+
+
+def context_writer(backend: str) -> str:
+    """Who stores a step's context: under the interpreter the reference, which is far quicker."""
+    return "reference" if IS_INTERPRETED else backend
 
 
 def num_contract_cases() -> int | None:
@@ -112,14 +117,16 @@ def poison(tensor: Tensor, fill: str) -> None:
 class Problem:
     """Sequences with their tokens and block tables, by a case."""
 
-    def __init__(self, case: Case, device: str) -> None:
+    def __init__(
+        self, case: Case, device: str, sequences: list[tuple[int, int]] | None = None
+    ) -> None:
         self.case, self.device = case, device
         seed = zlib.crc32(str(case).encode())
         generator = torch.Generator().manual_seed(seed)
         rng = random.Random(seed)
         self.query_dtype, self.kv_dtype = case.dtypes
         self.num_heads, self.num_kv_heads = case.heads
-        self.sequences = case.sequences
+        self.sequences = case.sequences if sequences is None else sequences
         self.shape = pk.AttentionShape(
             *case.heads, case.head_dim, case.block_size, self.query_dtype, self.kv_dtype
         )
@@ -160,7 +167,10 @@ class Problem:
         return self._with_padding(torch.cat(self.q))
 
     def fill_cache(self, backend: str, fill: str) -> Layer:
-        """A cache of ``fill`` to which the back end stored every token, in three steps."""
+        """A cache of ``fill`` to which the back end stored every token, in three steps.
+
+        Under the interpreter it stores this step's tokens, and ``reference`` the two before.
+        """
         case = self.case
         layer = make_layer(
             self.num_blocks, self.num_kv_heads, case.block_size, case.head_dim, self.kv_dtype,
@@ -176,7 +186,8 @@ class Problem:
             )
             if stops is None:
                 k, v = self._with_padding(k), self._with_padding(v)
-            pk.store_kv(k, v, layer.k, layer.v, metadata, **layer.scales, backend=backend)
+            writer = backend if stops is None else context_writer(backend)
+            pk.store_kv(k, v, layer.k, layer.v, metadata, **layer.scales, backend=writer)
             starts = ends
         return layer
 

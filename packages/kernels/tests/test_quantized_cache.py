@@ -137,6 +137,20 @@ def test_blocks_of_one_step_do_not_mix(backend: str, device: str) -> None:
 
 @BACKENDS
 @KINDS
+@pytest.mark.parametrize("count", [1, 5, 16, 20])
+def test_what_lies_behind_the_steps_tokens_is_not_read(
+    backend: str, device: str, kv_dtype: str, count: int
+) -> None:
+    """Block 0 first: a slot that stands for no token must not be taken for one of its own."""
+    layer = make_layer(5, 2, 16, 32, kv_dtype, device=device, fill="7f")
+    buffer = torch.full((64, 2, 32), torch.inf, device=device)
+    buffer[16 : 16 + count] = randn(count, 2, 32).to(device)
+    store(layer, backend, buffer[16 : 16 + count], 0, table=[0, 3])
+    check(layer, buffer[16 : 16 + count], 0.5001 / 127, table=[0, 3])
+
+
+@BACKENDS
+@KINDS
 def test_nan_stays_visible(backend: str, device: str, kv_dtype: str) -> None:
     """A model that computes NaN must not get plausible numbers back from the cache."""
     layer = make_layer(5, 1, 16, 32, kv_dtype, device=device)
