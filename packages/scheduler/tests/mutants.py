@@ -250,12 +250,6 @@ MUTANTS = (
         "if request.swapped is not None and request.swapped.num_kept > 10**6:",
     ),
     Mutant(
-        "copies in before copies out",
-        "assembly",
-        "return copy.direction is CopyDirection.IN",
-        "return copy.direction is not CopyDirection.IN",
-    ),
-    Mutant(
         "growth not set aside for a promise",
         "forecast",
         "return int(new_blocks.sum()) + int(columns.is_open_shared[rows].sum()) + following",

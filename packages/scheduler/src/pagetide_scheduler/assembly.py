@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagetide_kvcache import BlockCopy, CopyDirection
+from pagetide_kvcache import BlockCopy
 from pagetide_scheduler.columns import RunningColumns
 from pagetide_scheduler.plan import EMPTY_BATCH, Batch, Int32Column, StepPlan
 from pagetide_scheduler.request import Request
@@ -148,7 +148,7 @@ class PlanDraft:
             table_rows=_column(self.table_rows),
             table_indices=_column(self.table_indices),
             table_blocks=_column(self.table_blocks),
-            copies=(*sorted(swap_copies, key=_is_inward), *self.copies),
+            copies=(*swap_copies, *self.copies),
             max_query_len=parts.max_query_len,
             max_seq_len=int(parts.seq_lens.max()) if len(rows) else 0,
             sequences=parts.sequences,
@@ -203,11 +203,6 @@ class _Parts:
         positions = self.sample_positions
         self.sample_positions = np.concatenate((positions, positions[sources]))
         self.samples = self.samples + Batch.of(tuple([fork.target for fork in forks]))
-
-
-def _is_inward(copy: BlockCopy) -> bool:
-    """Copies out come first: what they read may be overwritten by copies in."""
-    return copy.direction is CopyDirection.IN
 
 
 def _column(values: list[int] | list[int | None]) -> Int32Column:
