@@ -1,8 +1,8 @@
 """Prompts through the paged scheduler against transformers' greedy decoding, for every KV dtype.
 
 GPT-2 small at full size with seeded random weights, whose logits lie close together, and SmolLM2
-with its real ones. Equal means: except where the two best logits of the reference are closer than
-twice the measured error. Such positions are counted and must be few.
+with its real ones. Equal means: except where the reference's two best logits are closer than twice
+the measured error. Such positions are counted and must be few.
 """
 
 from __future__ import annotations
