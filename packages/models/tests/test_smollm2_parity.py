@@ -21,7 +21,7 @@ from pagetide_models import load_model, open_model  # noqa: E402
 pytestmark = pytest.mark.model
 TEXT = (
     "The tide is the rise and fall of the sea, caused by the pull of the Moon and of the Sun.\n\n"
-    "1. Spring tides come at new and full moon.\n2. Neap tides come at the quarters, 7.4 days later."
+    "1. Spring tides come at new and full moon.\n2. Neap tides come at the quarters, 7.4 days on."
 )
 
 
@@ -36,7 +36,17 @@ def theirs(demo_gguf: Path) -> Any:
 @pytest.fixture(scope="module")
 def folder(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("smollm2")
-    theirs.save_pretrained(path, max_shard_size="200MB")
+    # A model read from GGUF counts as quantised and is not saved: the weights move to a plain one.
+    config = transformers.LlamaConfig(**{
+        key: value
+        for key, value in theirs.config.to_dict().items()
+        if key != "quantization_config"
+    })  # fmt: skip
+    with torch.device("meta"):
+        plain = transformers.LlamaForCausalLM(config)
+    plain.load_state_dict(theirs.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.save_pretrained(path, max_shard_size="200MB")
     assert len(list(path.glob("*.safetensors"))) > 1
     yield path
     shutil.rmtree(path)
