@@ -131,6 +131,29 @@ def add_and_abort(num_waiting: int, clock: Clock) -> tuple[float, float]:
     return (middle - start) / count * 1e6, (clock() - middle) / count * 1e6
 
 
+def longest_pause(num_running: int) -> float:
+    """Milliseconds (CPU time) of the longest garbage collection in 2,000 steps after warm-up."""
+    pauses: list[float] = []
+    started = 0.0
+
+    def watch(phase: str, info: dict[str, int]) -> None:
+        nonlocal started
+        if phase == "start":
+            started = time.thread_time()
+        else:
+            pauses.append(time.thread_time() - started)
+
+    scheduler, _ = make(num_running, 1 << 18)
+    steady(scheduler, num_running, 64, time.perf_counter)
+    gc.collect()
+    gc.freeze()
+    gc.callbacks.append(watch)
+    steady_again(scheduler, 2_000, time.perf_counter)
+    gc.callbacks.remove(watch)
+    gc.unfreeze()
+    return max(pauses, default=0.0) * 1e3
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=512, help="a multiple of the block size")
@@ -171,6 +194,7 @@ def main() -> None:
     for num_waiting in (0, 1_000, 100_000):
         costs = add_and_abort(num_waiting, clock)
         print(f"{num_waiting:7d} waiting: {costs[0]:8.1f} {costs[1]:8.1f}")
+    print(f"\nlongest collector pause at 256 running: {longest_pause(256):.2f} ms")
 
 
 if __name__ == "__main__":

@@ -55,11 +55,16 @@ class ThreadedRunner:
                 handle.set_exception(error)
 
 
-def generate(overlap: int, seed: int, num_blocks: int = 24) -> dict[str, RequestOutput]:
+def generate(
+    overlap: int, seed: int, num_blocks: int = 24, num_host_blocks: int = 0
+) -> dict[str, RequestOutput]:
     """The outputs of 40 requests in a small pool, with a few aborted on the way."""
     blocks = BlockManager(num_blocks, 4)
-    config = SchedulerConfig(max_model_len=200, max_num_seqs=8, max_num_batched_tokens=24)
-    scheduler = Scheduler(config, blocks, eos_token_ids=EOS)
+    config = SchedulerConfig(
+        max_model_len=200, max_num_seqs=8, max_num_batched_tokens=24, swap_cost=1.0
+    )
+    host = BlockManager(num_host_blocks, 4) if num_host_blocks else None
+    scheduler = Scheduler(config, blocks, host_block_manager=host, eos_token_ids=EOS)
     runner = ThreadedRunner(
         ToyModel(
             num_blocks=num_blocks,
@@ -67,6 +72,7 @@ def generate(overlap: int, seed: int, num_blocks: int = 24) -> dict[str, Request
             num_rows=8,
             vocab_size=VOCAB_SIZE,
             max_blocks=num_blocks + 1,
+            num_host_blocks=num_host_blocks,
             eos_token_ids=EOS,
         ),
         seed,
@@ -113,9 +119,10 @@ def generate(overlap: int, seed: int, num_blocks: int = 24) -> dict[str, Request
     return outputs
 
 
+@pytest.mark.parametrize("host", [0, 40])
 @pytest.mark.parametrize("seed", range(4))
-def test_every_output_equals_the_run_without_overlap(seed: int) -> None:
-    runs = [generate(overlap, seed) for overlap in (0, 1, 2)]
+def test_every_output_equals_the_run_without_overlap(seed: int, host: int) -> None:
+    runs = [generate(overlap, seed, num_host_blocks=host) for overlap in (0, 1, 2)]
     assert any(output.num_preemptions for output in runs[2].values())
     for name, output in runs[0].items():
         for other in runs[1:]:

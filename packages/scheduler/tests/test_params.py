@@ -66,6 +66,7 @@ def test_bad_top_p(top_p: float) -> None:
         ("stop", (3,)),
         ("stop_token_ids", (-1,)),
         ("stop_token_ids", (0.5,)),
+        ("stop_token_ids", (2**31,)),
     ],
 )
 def test_other_bad_wishes(name: str, value: object) -> None:
@@ -121,6 +122,13 @@ def test_prompts_of_any_container() -> None:
     for index, prompt in enumerate([[1, 2], (1, 2), np.array([1, 2]), range(1, 3)]):
         request = scheduler.add(f"r{index}", prompt, SamplingParams())
         assert list(request.token_ids) == [1, 2]
+
+
+def test_priority_is_a_whole_number() -> None:
+    scheduler = make_scheduler()
+    with pytest.raises(ValueError, match="priority"):
+        scheduler.add("r", [1], SamplingParams(), priority=0.5)
+    assert not scheduler.has_unfinished
 
 
 def test_an_id_is_free_again_when_its_request_ends() -> None:

@@ -44,10 +44,12 @@ class Arrivals:
 
         Raises:
             RequestRefusedError: They cannot be taken; see `Scheduler.add_samples`.
-            ValueError: There are none, or not as many parameters as ids.
+            ValueError: There are none, not as many parameters as ids, or no whole priority.
         """
         state = self._state
         check_names(request_ids, state)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"priority must be a whole number, got {priority!r}")
         tokens = read_prompt(request_ids[0], prompt_token_ids, state.config.vocab_size)
         # Age and priority in one number that never changes: all who wait grow older alike.
         place = state.progress.next_step_id - priority * state.config.priority_steps
