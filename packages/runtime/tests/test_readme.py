@@ -1,0 +1,26 @@
+"""The README's example runs as printed and prints what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+@pytest.mark.model
+def test_the_example_prints_what_the_readme_says(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = README.read_text()
+    (code,) = re.findall(r"```python\n(from pagetide_runtime.*?)```", text, re.DOTALL)
+    (expected,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(demo_model.parent)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, str(README), "exec"), {})
+    assert printed.getvalue() == expected
