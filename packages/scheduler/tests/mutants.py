@@ -160,10 +160,10 @@ MUTANTS = (
     ),
     Mutant("copy-on-write without the copy", "preemption", "    draft.copies += copies\n", ""),
     Mutant(
-        "victims chosen at random",
+        "the youngest is the victim, whatever it costs",
         "preemption",
-        "return min(weighed, key=lambda pair: pair[1].cost)",
-        "return weighed[0]",
+        "    return best\n",
+        "    return candidates[-1], weigh(state, candidates[-1])\n",
     ),
     Mutant(
         "open block written by both samples",

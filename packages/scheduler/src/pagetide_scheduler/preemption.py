@@ -84,5 +84,20 @@ def choose_victim(
     One that frees nothing counts last, but counts: its leaving makes shared blocks private. Of
     equals the youngest leaves.
     """
-    weighed = [(request, weigh(state, request)) for request in reversed(candidates)]
-    return min(weighed, key=lambda pair: pair[1].cost)
+    columns = state.columns
+    rows = np.array([request.row for request in candidates], np.int64)
+    num_blocks = columns.capacities[rows] // columns.block_size
+    # At best every block of a request comes free; most are weighed no further than that.
+    bounds = columns.num_computed_tokens[rows] / num_blocks
+    if state.host_blocks is not None:
+        bounds = np.minimum(bounds, state.config.swap_cost)
+    best: tuple[Request, Sacrifice] | None = None
+    for index in np.lexsort((-np.arange(len(rows)), bounds)).tolist():
+        if best is not None and bounds[index] >= best[1].cost[0]:
+            break
+        sacrifice = weigh(state, candidates[index])
+        if best is None or sacrifice.cost < best[1].cost:
+            best = (candidates[index], sacrifice)
+    if best is None:
+        raise ValueError("candidates must not be empty")
+    return best
