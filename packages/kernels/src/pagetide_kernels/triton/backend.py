@@ -40,6 +40,12 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """The card's compute capability; the interpreter computes what an H200 would."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
 class TritonBackend(AttentionBackend):
     """Triton kernels for NVIDIA GPUs from compute capability 8.0."""
 
@@ -66,9 +72,15 @@ class TritonBackend(AttentionBackend):
                 "use the 'reference' back end"
             )
         if shape.block_size not in _BLOCK_SIZES:
-            return f"block_size={shape.block_size} is not one of {_BLOCK_SIZES}"
+            return (
+                f"block_size={shape.block_size} is not one of {_BLOCK_SIZES}; "
+                "use the 'reference' back end"
+            )
         if shape.group_size > 64:
-            return f"{shape.group_size} query heads share a KV head; at most 64 are supported"
+            return (
+                f"{shape.group_size} query heads share a KV head, and at most 64 may; "
+                "use the 'reference' back end"
+            )
         return None
 
     def prepare(self, metadata: AttentionMetadata, shape: AttentionShape) -> AttentionMetadata:
@@ -76,7 +88,7 @@ class TritonBackend(AttentionBackend):
         return metadata.with_work_list(self._work_list(metadata, shape))
 
     def _work_list(self, metadata: AttentionMetadata, shape: AttentionShape) -> WorkList:
-        tuning = tuning_for(shape)
+        tuning = tuning_for(shape, _capability(metadata.device))
         programs = _INTERPRETED_PROGRAMS
         if metadata.device.type == "cuda":
             programs = _multiprocessors(metadata.device) * tuning.programs_an_sm
@@ -104,7 +116,7 @@ class TritonBackend(AttentionBackend):
         work = metadata.work_list
         if not isinstance(work, WorkList):
             work = self._work_list(metadata, shape)
-        tuning = tuning_for(shape)
+        tuning = tuning_for(shape, _capability(q.device))
         k_scales_, v_scales_ = (k_cache if s is None else s for s in (k_scales, v_scales))
         scale_strides = (0, 0, 0) if k_scales is None else k_scales.stride()
         common = (

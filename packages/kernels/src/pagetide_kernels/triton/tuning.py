@@ -1,7 +1,8 @@
-"""Tile sizes, warps and stages: one static choice a shape.
+"""Tile sizes, warps and stages: one static choice a shape and kind of card.
 
 The tile along the keys and the cut into leaves are part of the arithmetic (exactness level 1), so
-nothing here may depend on a batch. What was measured stands in `docs/design/paged-attention.md`.
+nothing here may depend on a batch. They do not depend on the card either; what a card's shared
+memory decides is how many rows a prefill tile has. The choices were measured on an H200.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 
 from pagetide_kernels.metadata import AttentionShape
 
-__all__ = ["Tuning", "tuning_for"]
+__all__ = ["Tuning", "shared_memory_limit", "tuning_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,21 @@ class Tuning:
     prefill_stages: int = 3
 
 
-def tuning_for(shape: AttentionShape) -> Tuning:
-    """The choice for a model's shape."""
+def shared_memory_limit(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory that one thread block may have (CUDA programming guide, table 30).
+
+    Args:
+        capability: the card's compute capability, for example (8, 9).
+    """
+    major, minor = capability
+    if major in (9, 10, 11):
+        return 227 * 1024
+    return (163 if (major, minor) in ((8, 0), (8, 7)) else 99) * 1024
+
+
+def tuning_for(shape: AttentionShape, capability: tuple[int, int]) -> Tuning:
+    """The choice for a model's shape on a card of that compute capability."""
+    is_small = shared_memory_limit(capability) < 160 * 1024
     dim = max(32, triton.next_power_of_2(shape.head_dim))
     rows = max(16, triton.next_power_of_2(shape.group_size))
     if shape.query_dtype == torch.float32:
@@ -67,7 +81,8 @@ def tuning_for(shape: AttentionShape) -> Tuning:
     if dim == 128:
         return Tuning(
             dim, tile=64, min_leaf_tiles=2, decode_rows=rows, decode_stages=5, programs_an_sm=3,
-            prefill_rows=max(256, rows), prefill_warps=16, prefill_stages=5,
+            prefill_rows=128 if is_small else 256, prefill_warps=8 if is_small else 16,
+            prefill_stages=5,
         )  # fmt: skip
     return Tuning(
         dim, decode_rows=rows, decode_stages=5, programs_an_sm=3,
