@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -68,11 +69,13 @@ class Engine:
         self.runner = runner
         self._max_plans_in_flight = max_plans_in_flight
         self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
-        self._death: Exception | None = None
+        self._death: BaseException | None = None
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request has not ended yet, or any step's result is still to be read."""
+        if self._death is not None:
+            return False
         return self.scheduler.has_unfinished or bool(self._in_flight)
 
     def add_request(
@@ -87,7 +90,7 @@ class Engine:
 
         Raises:
             ValueError: the request can never fit, or its id is in use (`Scheduler.add`).
-            EngineDeadError: the device failed earlier and cannot be used again.
+            EngineDeadError: the engine failed earlier and cannot be used again.
         """
         (request,) = self.add_samples((request_id,), prompt_token_ids, (params,), priority=priority)
         return request
@@ -101,14 +104,15 @@ class Engine:
         priority: int = 0,
     ) -> tuple[Request, ...]:
         """Queues several samples of one prompt, which is computed once; raises as `add_request`."""
-        if self._death is not None:
-            raise EngineDeadError("the device failed; build a new engine") from self._death
+        self._raise_if_dead()
         return self.scheduler.add_samples(request_ids, prompt_token_ids, params, priority=priority)
 
     def finish(
         self, request_id: str, reason: FinishReason, *, keep_tokens: int | None = None
     ) -> RequestOutput | None:
         """Ends a request from outside: a stop string, an abort. None if it has ended already."""
+        if self._death is not None:
+            return None
         return self.scheduler.finish(request_id, reason, keep_tokens)
 
     def step(self) -> StepOutput:
@@ -118,20 +122,48 @@ class Engine:
         raised ends no request by itself: the requests it concerns are computed again, each alone,
         and only one that fails alone ends with `FinishReason.ERROR`.
 
-        Raises:
-            EngineDeadError: the device cannot be used any more; every request has been ended.
-        """
-        plan = self.scheduler.schedule()
-        self._submit(plan)
-        return self._take_oldest(is_due=plan.is_empty)
+        Ctrl-C while the device works costs that step alone: its requests are computed again too.
 
-    def _submit(self, plan: StepPlan) -> None:
-        if plan.is_empty:
-            return
+        Raises:
+            EngineDeadError: the engine cannot be used any more; every request has been ended.
+        """
+        plan = self._schedule()
+        self._submit(plan)
+        return self._take_oldest(is_due=plan is None)
+
+    def _raise_if_dead(self) -> None:
+        if self._death is not None:
+            cause = f"{type(self._death).__name__}: {self._death}".removesuffix(": ")
+            raise EngineDeadError(f"the engine failed ({cause}); build a new one") from self._death
+
+    @contextmanager
+    def _books(self) -> Iterator[None]:
+        """While the scheduler writes; what breaks that off, a Ctrl-C too, leaves nothing sound."""
         try:
-            self._in_flight.append((plan, self.runner.submit(plan)))
+            yield
+        except BaseException as error:
+            self._death = error
+            raise
+
+    def _schedule(self) -> StepPlan | None:
+        """The next plan; None if there is nothing to do, or an interrupted step to read first."""
+        self._raise_if_dead()
+        if len(self._in_flight) > self._max_plans_in_flight:
+            return None
+        with self._books():
+            plan = self.scheduler.schedule()
+        return None if plan.is_empty else plan
+
+    def _submit(self, plan: StepPlan | None) -> None:
+        if plan is None:
+            return
+        handle: Handle = _Failed(RuntimeError("the step was interrupted"))
+        try:
+            handle = self.runner.submit(plan)
         except Exception as error:
-            self._in_flight.append((plan, _Failed(error)))
+            handle = _Failed(error)
+        finally:  # a plan that Ctrl-C cut short is in flight, too: the next step makes it void
+            self._in_flight.append((plan, handle))
 
     def _take_oldest(self, is_due: bool) -> StepOutput:
         if not self._in_flight:
@@ -143,12 +175,14 @@ class Engine:
             return _NO_NEWS
         if not is_due and len(self._in_flight) <= self._max_plans_in_flight:
             return _NO_NEWS
-        plan, handle = self._in_flight.popleft()
+        plan, handle = self._in_flight[0]
         try:
-            result = handle.result()
+            result = handle.result()  # an interrupt here loses nothing: the plan is still the next
         except Exception as error:
             return self._recover(plan, error)
-        return self.scheduler.update(plan, result)
+        with self._books():
+            self._in_flight.popleft()
+            return self.scheduler.update(plan, result)
 
     def _recover(self, plan: StepPlan, error: Exception) -> StepOutput:
         """Drains the runner, so that nothing written late can reach a block given out again."""
@@ -163,4 +197,5 @@ class Engine:
             for request_id in self.scheduler.unfinished_ids:
                 self.scheduler.finish(request_id, FinishReason.ERROR, error=str(error))
             raise EngineDeadError(f"the device failed: {error}") from error
-        return self.scheduler.rollback(plan, f"{type(error).__name__}: {error}")
+        with self._books():
+            return self.scheduler.rollback(plan, f"{type(error).__name__}: {error}")

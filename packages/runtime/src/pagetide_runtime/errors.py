@@ -6,7 +6,9 @@ __all__ = ["EngineDeadError", "MemoryPlanError"]
 
 
 class EngineDeadError(RuntimeError):
-    """The device can no longer be used; the engine has ended every request with an error."""
+    """The engine can no longer be used, because its device failed or a step was cut in two; build a
+    new one. Every request has been ended.
+    """
 
 
 class MemoryPlanError(ValueError):
