@@ -25,7 +25,7 @@ DEMO_PROMPTS = [
 ]
 TEST_REQUIREMENTS = {
     "kvcache": ["torch"],  # the storage module's tests; the sessions without torch leave it out
-    "kernels": [],
+    "kernels": ["hatchling"],  # the build hook's tests build small wheels
     "models": ["transformers", "accelerate"],
     "scheduler": [],
     "runtime": ["transformers", "accelerate"],
@@ -41,6 +41,8 @@ nox.options.sessions = ["tests", "tests_no_torch", "tests_torch_free", "lint", "
 def _installer_settings() -> dict[str, str]:
     """Settings under which uv finds the same CPU build of torch that pip would."""
     settings = {"UV_LINK_MODE": "copy"} if os.environ.get("PAGETIDE_COPY_WHEELS") else {}
+    # Compiling the CUDA library takes minutes: the session `cuda` does, others only if asked to.
+    settings["PAGETIDE_BUILD_CUDA"] = os.environ.get("PAGETIDE_BUILD_CUDA", "0")
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
     ).stdout
@@ -62,8 +64,11 @@ def _install(session: nox.Session, *arguments: str) -> None:
     session.install("-c", str(ROOT / "constraints.txt"), *arguments, env=_installer_settings())
 
 
-def _build_wheels(session: nox.Session, names: list[str]) -> list[str]:
+def _build_wheels(
+    session: nox.Session, names: list[str], settings: dict[str, str] | None = None
+) -> list[str]:
     """Builds the named packages' wheels from the checkout, once a session."""
+    settings = {**_installer_settings(), **(settings or {})}
     target = WHEELS / session.name.replace("(", "-").replace(")", "")
     shutil.rmtree(target, ignore_errors=True)
     uses_uv = session.venv_backend == "uv"
@@ -72,12 +77,13 @@ def _build_wheels(session: nox.Session, names: list[str]) -> list[str]:
         if uses_uv:
             session.run(
                 "uv", "build", "-q", "--wheel", "-o", str(target), source,
-                external=True, silent=True, env=_installer_settings(),
+                external=True, silent=True, env=settings,
             )  # fmt: skip
         else:
             session.run(
-                "python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(target), source
-            )
+                "python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(target), source,
+                env=settings,
+            )  # fmt: skip
     return [str(next(target.glob(f"pagetide_{name}-*.whl"))) for name in names]
 
 
@@ -145,6 +151,13 @@ def tests_torch_free(session: nox.Session) -> None:
     _pytest(session, "scheduler", "-m", "not long", "-q")
 
 
+@nox.session(default=False, reuse_venv=True)
+def mutants_kernels(session: nox.Session) -> None:
+    """Breaks the Triton sources one line at a time; the interpreted tests must notice each time."""
+    _install(session, *_build_wheels(session, ["kvcache", "kernels"]), "pytest", "hypothesis")
+    session.run("python", "packages/kernels/tests/mutants_triton.py", *session.posargs)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """ruff, mypy --strict and the layers contract."""
@@ -170,6 +183,37 @@ def docs(session: nox.Session) -> None:
     """The documentation site, strictly."""
     _install(session, "mkdocs", "mkdocs-material", "mkdocstrings[python]")
     session.run("mkdocs", "build", "--strict", "-q", env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+def _path_without_nvcc(folder: Path) -> str:
+    """A PATH with every program of this machine's except CUDA's compiler."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for entry in os.environ.get("PATH", "").split(os.pathsep):
+        for program in Path(entry).iterdir() if entry and Path(entry).is_dir() else ():
+            link = folder / program.name
+            if program.name != "nvcc" and not link.is_symlink():
+                link.symlink_to(program)
+    return str(folder)
+
+
+@nox.session(default=False)
+def cuda(session: nox.Session) -> None:
+    """The compiled CUDA library: its wheel, from PyPI's compilers, and its tests.
+
+    Compiles for sm_75 and sm_90; `-- all` for every architecture, `-- 80` for that one.
+    """
+    architectures = session.posargs or ["75", "90"]
+    chosen = "" if architectures == ["all"] else " ".join(architectures)
+    no_nvcc = {"PATH": _path_without_nvcc(ROOT / "build" / "path-without-nvcc"), "CUDA_HOME": "",
+               "CUDA_PATH": ""}  # fmt: skip
+    build = {**no_nvcc, "PAGETIDE_BUILD_CUDA": "1", "PAGETIDE_CUDA_ARCHS": chosen}
+    wheels = _build_wheels(session, ["kvcache", "kernels"], build)
+    _install(session, *wheels, "pytest", "hypothesis", "hatchling")
+    session.run("python", "-m", "pagetide_kernels", env=no_nvcc)
+    session.chdir(str(ROOT))
+    tests = sorted(str(path) for path in Path("packages/kernels/tests").glob("test_cuda_*.py"))
+    session.run("pytest", *tests, env={"PAGETIDE_ISOLATED": "1", "PAGETIDE_CUDA_WHEEL": wheels[1]})
 
 
 def _install_engine(session: nox.Session) -> str:

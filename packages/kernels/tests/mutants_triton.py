@@ -1,0 +1,457 @@
+"""Breaks the Triton sources on purpose, one line at a time, and checks that the tests notice.
+
+    python tests/mutants_triton.py [--jobs 2] [--only WORD]
+
+Each mutant is a copy of the package with one replacement; a quick part of the contract runs on it,
+interpreted, and must fail. A survivor means that a line could be wrong without anybody noticing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+SOURCES = TESTS.parent / "src" / "pagetide_kernels"
+FILES = ("test_contract.py", "test_quantized_cache.py", "test_copy_blocks.py")
+# What each kind of mutant is judged by: the quick and sharp tests of the contract.
+SELECTIONS = {
+    "attention": (
+        "test_p1 and float16 or test_p2 or test_p4 or test_any_order or test_queries or"
+        " test_a_padding or test_long_contexts or test_float32 or level_1 and float32"
+    ),
+    "options": "test_case and (float32xfloat32 or float32xfloat16) or test_p1 and float32",
+    "int8": "test_stores or test_p1 and int8 or test_quantized or test_case and int8",
+    "store": "test_stores or test_queries or test_a_padding or test_quantized_cache",
+    "copy": "test_copy_blocks",
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One line made wrong: what it would mean, where, how, and the tests that should see it."""
+
+    name: str
+    module: str
+    old: str
+    new: str
+    tests: str = "attention"
+
+    def apply(self, folder: Path) -> None:
+        """Rewrites the module in a copy of the package."""
+        path = folder / "triton" / f"{self.module}.py"
+        text = path.read_text(encoding="utf-8")
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: its line occurs {text.count(self.old)} times")
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
+
+MUTANTS = (
+    Mutant(
+        "key strides of head and slot swapped",
+        "backend",
+        "*k_cache.stride()[:3], *v_cache.stride()[:3], *scale_strides,\n            metadata",
+        "*[k_cache.stride(i) for i in (0, 2, 1)], *v_cache.stride()[:3], *scale_strides,\n"
+        "            metadata",
+    ),
+    Mutant(
+        "values strided as keys",
+        "backend",
+        '"SAME_STRIDES": k_cache.stride() == v_cache.stride()',
+        '"SAME_STRIDES": True',
+    ),
+    Mutant(
+        "query heads tiled over the KV heads instead of repeated",
+        "decode",
+        "    head = kv_head * GROUP_SIZE + row % GROUP_SIZE\n    positions",
+        "    head = row % GROUP_SIZE * NUM_KV_HEADS + kv_head\n    positions",
+    ),
+    Mutant(
+        "query tokens and heads of a tile swapped",
+        "prefill",
+        "    query = first_query + row // GROUP_SIZE\n",
+        "    query = first_query + row % TOKENS\n",
+    ),
+    Mutant(
+        "sum not rescaled",
+        "softmax_state",
+        "l = tl.fma(l, shrink, tl.sum(weights, axis=1))",
+        "l = l + tl.sum(weights, axis=1)",
+    ),
+    Mutant(
+        "values not rescaled",
+        "softmax_state",
+        "weighted_values(acc * shrink[:, None], weights",
+        "weighted_values(acc, weights",
+    ),
+    Mutant(
+        "merge forgets to rescale the first state",
+        "softmax_state",
+        "scale_a = tl.exp2(m_a - _finite(m))",
+        "scale_a = tl.exp2(m_b - m_b)",
+    ),
+    Mutant(
+        "merge takes the second maximum",
+        "softmax_state",
+        "    m = tl.maximum(m_a, m_b)\n",
+        "    m = m_b\n",
+    ),
+    Mutant(
+        "a state without keys is NaN",
+        "softmax_state",
+        'return tl.where(m == float("-inf"), 0.0, m)',
+        "return m",
+    ),
+    Mutant(
+        "own key not seen",
+        "softmax_state",
+        "keys[None, :] <= positions[:, None]",
+        "keys[None, :] < positions[:, None]",
+    ),
+    Mutant(
+        "next key seen",
+        "softmax_state",
+        "keys[None, :] <= positions[:, None]",
+        "keys[None, :] <= positions[:, None] + 1",
+    ),
+    Mutant(
+        "window one key too wide",
+        "softmax_state",
+        "keys[None, :] > positions[:, None] - window",
+        "keys[None, :] >= positions[:, None] - window",
+        "options",
+    ),
+    Mutant(
+        "values behind the last key not masked",
+        "softmax_state",
+        "v = load_tile(v_cache + v_at, is_owned, HEAD_DIM, DIM, IS_MASKED)",
+        "v = load_tile(v_cache + v_at, is_owned, HEAD_DIM, DIM, False)",
+    ),
+    Mutant(
+        "keys behind the last one seen",
+        "tiles",
+        "is_owned = keys < seq_len",
+        "is_owned = keys <= seq_len",
+    ),
+    Mutant(
+        "scores not masked",
+        "tiles",
+        'scores = tl.where(is_visible, scores, float("-inf"))',
+        "scores = scores",
+    ),
+    Mutant(
+        "slots counted from the tile, not the block",
+        "tiles",
+        "slots = keys % BLOCK_SIZE",
+        "slots = lane % BLOCK_SIZE",
+        "options",
+    ),
+    Mutant(
+        "a tile's blocks found one block late",
+        "tiles",
+        "entry = table + tile * (TILE // BLOCK_SIZE) + lane // BLOCK_SIZE",
+        "entry = table + tile * (TILE // BLOCK_SIZE) + (lane + 1) // BLOCK_SIZE",
+    ),
+    Mutant(
+        "padding of head_dim read",
+        "tiles",
+        "mask=is_owned[:, None] & (dims[None, :] < HEAD_DIM), other=0.0",
+        "mask=is_owned[:, None] & (dims[None, :] < DIM), other=0.0",
+        "options",
+    ),
+    Mutant(
+        "scale applied twice under a soft cap",
+        "tiles",
+        "_tanh(scores * (scale / soft_cap), DTYPE)",
+        "_tanh(scores * (scale * scale / soft_cap), DTYPE)",
+        "options",
+    ),
+    Mutant(
+        "soft cap loses its small scores",
+        "tiles",
+        "tl.where(tl.abs(x) < 0.625, x + x * z * series, result)",
+        "result",
+        "options",
+    ),
+    Mutant(
+        "key scale left out",
+        "tiles",
+        "        scores = scores * k_scale[None, :]\n",
+        "        scores = scores * 1.0\n",
+        "int8",
+    ),
+    Mutant(
+        "value scale of the tile's largest left out",
+        "tiles",
+        "tl.fma(values, tl.zeros_like(values) + largest, acc)",
+        "tl.fma(values, tl.zeros_like(values) + 1.0, acc)",
+        "int8",
+    ),
+    Mutant(
+        "scale read from the neighbour block",
+        "softmax_state",
+        "scale_at = blocks * scale_block_stride + slots * scale_slot_stride",
+        "scale_at = (blocks + 1) * scale_block_stride + slots * scale_slot_stride",
+        "int8",
+    ),
+    Mutant(
+        "scale of the first head for all",
+        "decode",
+        "k_scale_head = k_scales + kv_head.to(tl.int64) * scale_head_stride",
+        "k_scale_head = k_scales + kv_head.to(tl.int64) * 0",
+        "int8",
+    ),
+    Mutant(
+        "a leaf dropped in the merge",
+        "decode",
+        "for base in tl.range(0, num_leaves, _MERGED_AT_ONCE):",
+        "for base in tl.range(0, num_leaves - 1, _MERGED_AT_ONCE):",
+    ),
+    Mutant(
+        "leaves beyond the last merged",
+        "decode",
+        "base + i < num_leaves,",
+        "base + i <= num_leaves,",
+    ),
+    Mutant(
+        "the first program to arrive merges",
+        "decode",
+        'tl.atomic_add(arrival, 1, sem="acq_rel") < num_items - 1',
+        'tl.atomic_add(arrival, 1, sem="acq_rel") < num_items - 2',
+    ),
+    Mutant(
+        "arrivals never counted from zero again",
+        "decode",
+        "    tl.store(arrival, 0)  # the next layer counts from zero\n",
+        "",
+    ),
+    Mutant(
+        "a part of a sequence taken for the whole",
+        "decode",
+        "is_whole = num_items == 1",
+        "is_whole = num_items <= 2",
+    ),
+    Mutant(
+        "last leaf of a run left out",
+        "decode",
+        "tl.minimum(first_leaf + leaves_a_run, num_leaves)",
+        "tl.minimum(first_leaf + leaves_a_run, num_leaves - 1)",
+    ),
+    Mutant(
+        "diagonal tile taken without a mask",
+        "decode",
+        "tl.minimum(end_tile, (seq_len - query_len + 1) // TILE), first_tile",
+        "tl.minimum(end_tile, (seq_len - query_len + TILE) // TILE), first_tile",
+    ),
+    Mutant(
+        "causal offset from the top left",
+        "decode",
+        "positions = seq_len - query_len + row // GROUP_SIZE",
+        "positions = row // GROUP_SIZE",
+    ),
+    Mutant(
+        "causal offset of prefill one off",
+        "prefill",
+        "    positions = seq_len - query_len + query\n",
+        "    positions = seq_len - query_len + query + 1\n",
+    ),
+    Mutant(
+        "prefill's diagonal tile left out",
+        "prefill",
+        "end_key = tl.minimum(first_position + TOKENS, seq_len)",
+        "end_key = tl.minimum(first_position + TOKENS - 1, seq_len)",
+    ),
+    Mutant(
+        "prefill's mask begins one tile late",
+        "prefill",
+        "    masked_from = (first_position + 1) // TILE\n",
+        "    masked_from = (first_position + TILE) // TILE\n",
+    ),
+    Mutant(
+        "prefill's window begins one tile late",
+        "prefill",
+        "tl.maximum(first_position - window + 1, 0) // TILE",
+        "tl.cdiv(tl.maximum(first_position - window + 1, 0), TILE)",
+        "options",
+    ),
+    Mutant(
+        "padding tokens not written",
+        "decode",
+        "for token in range(first + tl.program_id(1), num_tokens, tl.num_programs(1)):",
+        "for token in range(first + tl.program_id(1), num_tokens - 1, tl.num_programs(1)):",
+    ),
+    Mutant(
+        "a table row of the sequence's place, not its own",
+        "decode",
+        "tl.load(rows + sequence).to(tl.int64) * table_stride",
+        "sequence.to(tl.int64) * table_stride",
+        "attention or test_buffers",
+    ),
+    Mutant(
+        "leaves as long as the batch makes them",
+        "work_list",
+        "leaf_tiles = decode.tiles_a_leaf(num_tiles, LEAVES, MIN_LEAF_TILES)",
+        "leaf_tiles = decode.tiles_a_leaf(num_tiles * 2, LEAVES, MIN_LEAF_TILES)",
+    ),
+    Mutant(
+        "items of a sequence start at its end",
+        "work_list",
+        "index = item - (_at(item_ends, owner) - owner_items)",
+        "index = item - (_at(item_ends, owner) - owner_items + 1)",
+    ),
+    Mutant(
+        "two sequences share their states",
+        "work_list",
+        "tl.store(at + 4, _at(state_ends - num_states, owner), mask=fits)",
+        "tl.store(at + 4, _at(state_ends - state_ends, owner), mask=fits)",
+    ),
+    Mutant(
+        "tokens without keys left out",
+        "work_list",
+        "tl.where(decodes, tl.maximum(tl.cdiv(num_leaves, run), 1), 0)",
+        "tl.cdiv(num_leaves, run)",
+    ),
+    Mutant(
+        "prefill's last tokens left out",
+        "work_list",
+        "tl.where(decodes, 0, tl.cdiv(query_len, PREFILL_TOKENS))",
+        "tl.where(decodes, 0, tl.maximum(query_len // PREFILL_TOKENS, 1))",
+    ),
+    Mutant(
+        "INT8 cut off instead of rounded",
+        "cache_ops",
+        "rounded = _round(tl.div_rn(x, divisor))",
+        "rounded = tl.div_rn(x, divisor)",
+        "store",
+    ),
+    Mutant(
+        "scale of zero divides",
+        "cache_ops",
+        "divisor = tl.where(scale == 0.0, 1.0, scale)",
+        "divisor = scale",
+        "store",
+    ),
+    Mutant(
+        "NaN dropped by the maximum",
+        "cache_ops",
+        'return tl.where(is_nan, float("nan"), largest)',
+        "return tl.where(is_nan, 1.0, largest)",
+        "store",
+    ),
+    Mutant(
+        "value written with the key's strides",
+        "cache_ops",
+        "v_head_stride, vc_block_stride, vc_head_stride, vc_slot_stride,\n        scale_block",
+        "k_head_stride, vc_block_stride, vc_slot_stride, vc_head_stride,\n        scale_block",
+        "store",
+    ),
+    Mutant(
+        "padding tokens stored",
+        "cache_ops",
+        "    if token >= tl.load(query_start_loc + num_seqs):\n        return\n",
+        "",
+        "store",
+    ),
+    Mutant(
+        "one held token forgotten when a block is rounded again",
+        "cache_ops",
+        "    is_held = slot < num_held\n",
+        "    is_held = slot < num_held - 1\n",
+        "store",
+    ),
+    Mutant(
+        "block begun afresh keeps its old scale",
+        "cache_ops",
+        "    if num_held > 0:\n",
+        "    if num_held >= 0:\n",
+        "store",
+    ),
+    Mutant(
+        "slots behind the step's tokens counted into block 0",
+        "cache_ops",
+        "mask=ahead < num_tokens, other=-BLOCK_SIZE)",
+        "mask=ahead < num_tokens, other=-1)",
+        "store",
+    ),
+    Mutant(
+        "every token of a block writes it",
+        "cache_ops",
+        "    if before // BLOCK_SIZE == block:\n        return\n",
+        "",
+        "store",
+    ),
+    Mutant(
+        "copies into the source's layer",
+        "cache_ops",
+        "destination + layer * destination_layer_stride",
+        "destination + layer * source_layer_stride",
+        "copy",
+    ),
+    Mutant(
+        "all but the last word of a block copied",
+        "cache_ops",
+        "is_word = word < block_words",
+        "is_word = word < block_words - 1",
+        "copy",
+    ),
+    Mutant(
+        "scales not copied",
+        "backend",
+        "            tensors.append((source.scales, destination.scales))\n",
+        "            pass\n",
+        "copy",
+    ),
+)
+
+
+def survives(mutant: Mutant) -> bool:
+    """Whether the tests pass on the mutant."""
+    with tempfile.TemporaryDirectory() as scratch:
+        package = Path(scratch) / "pagetide_kernels"
+        shutil.copytree(SOURCES, package)
+        mutant.apply(package)
+        words = [f"({SELECTIONS.get(word, word)})" for word in mutant.tests.split(" or ")]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        environment = {
+            **os.environ, "PYTHONPATH": scratch, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1",
+            "PAGETIDE_BACKENDS": "triton", "PAGETIDE_ISOLATED": "0", "CUDA_VISIBLE_DEVICES": "",
+        }  # fmt: skip
+        try:
+            run = subprocess.run(
+                [*command, "-W", "ignore", "-k", " or ".join(words),
+                 *(str(TESTS / name) for name in FILES)],
+                env=environment, capture_output=True, text=True, timeout=600, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return False  # a hang is noticed, too
+        if run.returncode not in (0, 1):
+            raise RuntimeError(f"{mutant.name}: pytest could not run\n{run.stdout}{run.stderr}")
+        return run.returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", default="", help="mutants whose name holds this word")
+    options = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+    survivors = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for mutant, survived in zip(chosen, pool.map(survives, chosen), strict=True):
+            print(f"{'SURVIVED' if survived else 'caught  '}  {mutant.module:14s} {mutant.name}")
+            sys.stdout.flush()
+            if survived:
+                survivors.append(mutant)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
