@@ -20,8 +20,12 @@ from pagetide_models import load_model, open_model  # noqa: E402
 
 pytestmark = pytest.mark.model
 TEXT = (
-    "The tide is the rise and fall of the sea, caused by the pull of the Moon and of the Sun.\n\n"
-    "1. Spring tides come at new and full moon.\n2. Neap tides come at the quarters, 7.4 days on."
+    "The tide is the rise and fall of the sea, caused by the pull of the Moon and of the Sun, and "
+    "by the turning of the Earth. Twice a day the water comes up the beach, covers the rocks and "
+    "the mussels, and goes back again; sailors and fishermen have kept tables of it for two "
+    "thousand years. Spring tides come at new and full moon, neap tides at the quarters.\n\n"
+    "1. Print the table.\n2. Add 7.4 days.\n\ndef tide(hour):\n"
+    "    return 2.5 * math.cos(hour / 12.42 * 2 * math.pi)\n"
 )
 
 
@@ -53,8 +57,8 @@ def folder(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
 
 
 @pytest.fixture(scope="module")
-def pair(demo_gguf: Path, theirs: Any, checks: Any) -> Any:
-    return checks.Pair(load_model(demo_gguf, block_size=checks.BLOCK_SIZE), theirs)
+def pair(demo_gguf: Path, theirs: Any, checks: Any, token_ids: list[int]) -> Any:
+    return checks.Pair(load_model(demo_gguf, block_size=checks.BLOCK_SIZE), theirs, token_ids)
 
 
 @pytest.fixture(scope="module")
@@ -89,4 +93,4 @@ def test_any_cut_is_one_prefill(pair: Any, run_paged: Any) -> None:
 
 
 def test_an_fp16_kv_pool(pair: Any, demo_gguf: Path) -> None:
-    pair.check_half_cache(demo_gguf, range(1, 22))
+    pair.check_half_cache_of_real_weights(demo_gguf, range(1, 22))
