@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -13,17 +16,26 @@ __all__ = ["free_memory", "plan_num_blocks"]
 
 # Of the free bytes: on a card nearly all memory is the engine's; on a CPU the user's other programs
 # and the model's own activations live in the same memory.
-_DEFAULT_FRACTION = {"cuda": 0.85, "cpu": 0.25}
+_DEFAULT_FRACTION: Final = {"cuda": 0.85, "cpu": 0.25}
+_MEMINFO: Final = Path("/proc/meminfo")
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken on `device` (the CPU: the kernel's estimate of available
-    memory).
+    """Bytes that can still be taken on `device`.
+
+    On a CPU the kernel's own estimate, `MemAvailable`: pages that hold only cached files, such as a
+    model that was just read, count as free.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), flags=re.MULTILINE)
+    except OSError:
+        found = None
+    if found is not None:
+        return int(found[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # cached pages not counted
 
 
 def plan_num_blocks(
