@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pagetide_runtime import LLM, FinishReason, SamplingParams
+from pagetide_runtime import LLM, EngineDeadError, FinishReason, SamplingParams
 
 pytestmark = pytest.mark.model
 
@@ -76,6 +76,53 @@ def test_closing_a_stream_aborts_and_gives_every_block_back(llm: LLM) -> None:
     assert not llm.engine.has_unfinished
 
 
+def test_a_stream_that_was_never_started_aborts_when_it_is_closed_or_dropped(llm: LLM) -> None:
+    llm.stream("Once upon a time", GREEDY).close()
+    assert not llm.engine.has_unfinished
+    stream = llm.stream("Once upon a time", GREEDY)
+    assert llm.engine.has_unfinished
+    del stream
+    assert not llm.engine.has_unfinished
+
+
+def test_token_ids_may_come_in_arrays(llm: LLM) -> None:
+    import numpy as np
+    import torch
+
+    prompts: Any = [[504, 282], [504, 300]]
+    params = SamplingParams(temperature=0, max_tokens=2)
+    expected = [completion.token_ids for completion in llm.generate(prompts, params)]
+    for several in (np.array(prompts), torch.tensor(prompts), [np.array(ids) for ids in prompts]):
+        assert [c.token_ids for c in llm.generate(several, params)] == expected
+    for one in (np.array(prompts[0]), torch.tensor(prompts[0]), list(np.array(prompts[0]))):
+        assert [c.token_ids for c in llm.generate(one, params)] == expected[:1]
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"bytes", [5, "a"], [504.0], [["a"]], [b"x"], [[]]])
+def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(ValueError, match=r"give"):
+        llm.generate(prompts, GREEDY)
+    assert not llm.engine.has_unfinished
+
+
+def test_every_stream_of_a_dead_engine_hears_of_it(demo_model: Path) -> None:
+    llm = LLM(demo_model, device="cpu", num_blocks=40, progress=False)
+    streams = [llm.stream(text, SamplingParams(max_tokens=50)) for text in ("Hello", "Bye")]
+    next(streams[0])
+
+    class Broken:
+        def submit(self, plan: object) -> Any:
+            raise RuntimeError("sticky")
+
+        def is_usable(self) -> bool:
+            return False
+
+    llm.engine.runner = Broken()
+    for stream in streams:
+        with pytest.raises(EngineDeadError, match="sticky"):
+            list(stream)
+
+
 def test_two_streams_at_once_get_all_of_their_own(llm: LLM, answers: list[dict[str, Any]]) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     one = llm.stream([answers[0]["prompt"]], params)
@@ -121,6 +168,10 @@ def test_chat_uses_the_models_template(llm: LLM) -> None:
         ({"max_model_len": 9000}, "max_model_len=9000"),
         ({"num_blocks": 10**9}, "num_blocks"),
         ({"memory_fraction": 1.5}, "memory_fraction=1.5"),
+        ({"memory_fraction": "half"}, "memory_fraction='half'"),
+        ({"num_host_blocks": True}, "num_host_blocks=True"),
+        ({"admission": "whoever"}, "admission='whoever'"),
+        ({"preemption": "never"}, "preemption='never'"),
         ({"max_plans_in_flight": 9}, "max_plans_in_flight=9"),
         ({"device": "cuda:0"}, "no usable NVIDIA GPU"),
         ({"device": "tpu9"}, "tpu9"),
@@ -157,8 +208,15 @@ def test_samples_of_one_prompt_share_it_and_differ(llm: LLM, answers: list[dict[
         )
         (alone,) = llm.generate([prompts[0]], own)
         assert alone.token_ids == completion.token_ids
-    with pytest.raises(ValueError, match="n=0"):
-        llm.generate(prompts, params, n=0)
+    for n in (0, -1, True, 1.5, "2"):
+        with pytest.raises(ValueError, match=f"n={n!r}"):
+            llm.generate(prompts, params, n=n)  # type: ignore[arg-type]
+
+
+def test_a_stop_token_beyond_the_vocabulary_never_comes_and_harms_nobody(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, min_tokens=3, stop_token_ids=(10**6,))
+    (completion,) = llm.generate("The capital of France is", params)
+    assert completion.num_generated_tokens == 4 and completion.error is None
 
 
 def test_what_is_not_reported_is_refused_not_dropped(llm: LLM) -> None:

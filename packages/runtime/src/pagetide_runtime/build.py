@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from pagetide_kvcache import BlockManager, KVCache
-from pagetide_models import CausalLM
+from pagetide_models import CausalLM, ModelConfig
 from pagetide_runtime.config import EngineConfig
 from pagetide_runtime.engine import Engine
 from pagetide_runtime.memory import plan_num_blocks
 from pagetide_runtime.model_runner import ModelRunner
 from pagetide_scheduler import Scheduler, SchedulerConfig
 
-__all__ = ["build_engine", "make_block_manager", "resolve_device"]
+__all__ = ["build_engine", "make_block_manager", "resolve_device", "resolve_max_model_len"]
 
 
 def resolve_device(name: str) -> torch.device:
@@ -34,8 +34,13 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def _max_model_len(model: CausalLM, config: EngineConfig) -> int:
-    limit = model.config.max_position_embeddings
+def resolve_max_model_len(model: ModelConfig, config: EngineConfig) -> int:
+    """Tokens a request may reach: `EngineConfig.max_model_len`, or the model's own limit.
+
+    Raises:
+        ValueError: it is more than the model's.
+    """
+    limit = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(
             f"max_model_len={config.max_model_len}: the model was trained for {limit} positions; "
@@ -55,7 +60,7 @@ def make_block_manager(model: CausalLM, config: EngineConfig) -> BlockManager:
         model.device,
         num_blocks=config.num_blocks,
         max_num_seqs=config.max_num_seqs,
-        max_model_len=_max_model_len(model, config),
+        max_model_len=resolve_max_model_len(model.config, config),
         memory_fraction=config.memory_fraction,
     )
     return BlockManager(
@@ -67,7 +72,7 @@ def make_block_manager(model: CausalLM, config: EngineConfig) -> BlockManager:
 
 def build_engine(model: CausalLM, config: EngineConfig, block_manager: BlockManager) -> Engine:
     """An engine over a loaded model and a pool of blocks, which it alone may change from now on."""
-    max_model_len = _max_model_len(model, config)
+    max_model_len = resolve_max_model_len(model.config, config)
     eos_token_ids = model.config.eos_token_ids
     host_blocks = None
     host_cache = None

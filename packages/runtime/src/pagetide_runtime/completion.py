@@ -65,7 +65,8 @@ class TextChunk:
     Attributes:
         index: the prompt's place in the call.
         sample: which of the prompt's samples this is, from 0.
-        text: the new text; empty while a character or a possible stop string is incomplete.
+        text: the new text; empty only in a last chunk (there is no chunk while a character or a
+            possible stop string is incomplete).
         completion: the whole answer, with the request's last chunk; None before.
     """
 

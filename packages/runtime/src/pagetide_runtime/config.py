@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 __all__ = ["EngineConfig"]
 
@@ -66,7 +66,14 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
-        if not isinstance(self.num_host_blocks, int) or self.num_host_blocks < 0:
+        for name, known in (
+            ("admission", get_args(AdmissionName)),
+            ("preemption", get_args(PreemptionName)),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: give one of {', '.join(known)}")
+        num_host = self.num_host_blocks
+        if not isinstance(num_host, int) or isinstance(num_host, bool) or num_host < 0:
             raise ValueError(
                 f"num_host_blocks={self.num_host_blocks!r}: give a whole number, 0 for no swapping"
             )
@@ -75,7 +82,6 @@ class EngineConfig:
                 f"max_plans_in_flight={self.max_plans_in_flight!r}: give 0, 1 or 2; "
                 "more would only delay the discovery of finished requests"
             )
-        if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
-            raise ValueError(
-                f"memory_fraction={self.memory_fraction!r}: give a share above 0 and at most 1"
-            )
+        share = self.memory_fraction
+        if share is not None and not (isinstance(share, (int, float)) and 0.0 < share <= 1.0):
+            raise ValueError(f"memory_fraction={share!r}: give a share above 0 and at most 1")

@@ -7,12 +7,18 @@ import os
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from pagetide_models import ModelSource, Tokenizer, load_model, open_model
-from pagetide_runtime.build import build_engine, make_block_manager, resolve_device
+from pagetide_runtime.build import (
+    build_engine,
+    make_block_manager,
+    resolve_device,
+    resolve_max_model_len,
+)
 from pagetide_runtime.completion import Completion, TextChunk
 from pagetide_runtime.config import EngineConfig
 from pagetide_runtime.detokenizer import Detokenizer
@@ -38,7 +44,7 @@ class _Active:
 
 
 class LLM:
-    """A model, ready to answer.
+    """A model, ready to answer; for one thread at a time.
 
     Args:
         model: a GGUF file, a folder with config.json, safetensors and tokenizer.json, a Hugging
@@ -66,6 +72,7 @@ class LLM:
     ) -> None:
         config = _engine_config(options)
         source = model if isinstance(model, ModelSource) else open_model(model, revision=revision)
+        resolve_max_model_len(source.config, config)  # refused before any weight is read
         self.tokenizer: Tokenizer = source.load_tokenizer()
         self.config = config
         model_ = load_model(
@@ -93,16 +100,19 @@ class LLM:
         """Answers every prompt, all in one continuous batch.
 
         Args:
-            prompts: one prompt or several, each text or token ids.
+            prompts: one prompt or several, each text or token ids (a numpy array or a tensor too).
             params: one for all prompts, or one a prompt; None is `SamplingParams()`.
+            n: samples of each prompt; with a seed, sample i draws as `seed + i` would.
 
         Returns:
-            One `Completion` a prompt, in the prompts' order.
+            `n` completions a prompt, in the prompts' order.
 
         Raises:
-            ValueError: no prompts, an empty one, one that can never fit, or not one params a
-            prompt.
+            ValueError: no prompts, an empty one, one that is neither text nor token ids, one that
+                can never fit, or not one params a prompt.
+            EngineDeadError: the engine failed and cannot be used any more.
         """
+        _check_num_samples(n)
         prompts = _as_prompts(prompts)
         completions: list[Completion | None] = [None] * (len(prompts) * n)
         with tqdm(
@@ -123,21 +133,14 @@ class LLM:
     ) -> Generator[TextChunk, None, None]:
         """Answers every prompt in one continuous batch and yields text as it becomes certain.
 
-        Closing the iterator early aborts what has not ended. Raises what `generate` raises, before
-        anything is computed.
+        Closing or dropping the iterator early aborts what has not ended. Raises what `generate`
+        raises, before anything is computed.
         """
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"n={n!r}: give a whole number of at least 1")
+        _check_num_samples(n)
         prompts = _as_prompts(prompts)
-        wishes = _as_params(params, len(prompts))
-        added: dict[str, _Active] = {}
-        try:
-            for index, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True)):
-                added.update(self._add(index, prompt, wish, n))
-        except BaseException:
-            self._abort(added)
-            raise
-        return self._run(added)
+        stream = self._run(prompts, _as_params(params, len(prompts)), n)
+        next(stream)  # a generator that was never started would not abort when it is dropped
+        return stream
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
         """Answers a conversation, put together by the model's own chat template.
@@ -167,7 +170,7 @@ class LLM:
                 "prompt_logprobs=True: this runtime does not report the prompt's log-probabilities"
             )
         text = prompt if isinstance(prompt, str) else None
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         samples = [params]
         if n > 1:
             seed = params.seed
@@ -194,9 +197,18 @@ class LLM:
             if self._active.pop(request_id, None) is not None:
                 self.engine.finish(request_id, FinishReason.ABORT)
 
-    def _run(self, mine: dict[str, _Active]) -> Generator[TextChunk, None, None]:
-        """Steps the engine until these requests have ended; other callers' chunks wait for them."""
+    def _run(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], n: int
+    ) -> Generator[TextChunk, None, None]:
+        """Yields an empty chunk once all prompts are taken, then what their requests say.
+
+        Steps the engine until these have ended; other callers' chunks wait for them.
+        """
+        mine: dict[str, _Active] = {}
         try:
+            for index, (prompt, wish) in enumerate(zip(prompts, params, strict=True)):
+                mine.update(self._add(index, prompt, wish, n))
+            yield TextChunk(0, 0, "")
             while mine:
                 self._deliver(self.engine.step())
                 for request_id, active in list(mine.items()):
@@ -241,23 +253,42 @@ class LLM:
 
 
 def _engine_config(options: dict[str, object]) -> EngineConfig:
-    try:
-        return EngineConfig(**options)  # type: ignore[arg-type]
-    except TypeError:
-        known = ", ".join(sorted(EngineConfig.__dataclass_fields__))
-        unknown = ", ".join(sorted(set(options) - set(EngineConfig.__dataclass_fields__)))
-        raise TypeError(f"LLM has no option {unknown}; it has: {known}") from None
+    fields = EngineConfig.__dataclass_fields__
+    unknown = ", ".join(sorted(set(options) - set(fields)))
+    if unknown:
+        raise TypeError(f"LLM has no option {unknown}; it has: {', '.join(sorted(fields))}")
+    return EngineConfig(**options)  # type: ignore[arg-type]
+
+
+def _check_num_samples(n: int) -> None:
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"n={n!r}: give a whole number of at least 1")
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    several: list[Any] = list(prompts)
+    given = _as_list(prompts)
+    if isinstance(given, bytes) or not isinstance(given, Iterable):
+        raise ValueError(f"prompts is {given!r:.80}: give text, token ids, or a list of these")
+    several: list[Any] = [item if isinstance(item, str) else _as_list(item) for item in given]
     if not several:
         raise ValueError("prompts=[]: give at least one prompt")
-    if all(isinstance(item, int) for item in several):
+    if all(isinstance(item, Integral) for item in several):
         return [several]
+    for number, item in enumerate(several, 1):
+        is_ids = isinstance(item, list) and all(isinstance(token, Integral) for token in item)
+        if not (is_ids or isinstance(item, str)):
+            raise ValueError(f"prompt {number} is {item!r:.80}: give text or whole token ids")
     return several
+
+
+def _as_list(value: Any) -> Any:
+    """An array, a tensor or a sequence as plain Python; whatever else it is, as it is."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    is_plain = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    return list(value) if is_plain else value
 
 
 def _as_params(
