@@ -100,7 +100,8 @@ WorkItem* items_of(const char* name, const TensorView& x) {
 
 void work_list(TensorView decode_items, TensorView prefill_items, TensorView arrivals, TensorView query_start_loc,
                TensorView seq_lens, TensorView rows, int64_t group_size, int64_t num_kv_heads, int64_t decode_rows,
-               int64_t prefill_rows, int64_t min_leaf_keys, int64_t max_leaves, int64_t target_blocks) {
+               int64_t prefill_rows, int64_t min_leaf_keys, int64_t long_leaf_keys, int64_t few_leaves, int64_t max_leaves,
+               int64_t target_blocks) {
   require("arrivals", arrivals, 2, INT32);
   require("query_start_loc", query_start_loc, 1, INT32);
   require("seq_lens", seq_lens, 1, INT32);
@@ -121,6 +122,8 @@ void work_list(TensorView decode_items, TensorView prefill_items, TensorView arr
   p.decode_rows = int32_t(decode_rows);
   p.prefill_rows = int32_t(prefill_rows);
   p.min_leaf_keys = int32_t(min_leaf_keys);
+  p.long_leaf_keys = int32_t(long_leaf_keys);
+  p.few_leaves = int32_t(few_leaves);
   p.max_leaves = int32_t(max_leaves);
   p.target_blocks = int32_t(target_blocks);
   run_on(seq_lens, [&](cudaStream_t stream) { make_work_list(p, stream); });

@@ -157,7 +157,7 @@ struct SimtEngine {
         s[r] += __shfl_xor_sync(ALL_LANES, s[r], distance);
       }
       if (IS_QUANTIZED) s[r] *= scales_smem[key];
-      float score = score_of(s[r], p);
+      float score = score_of<true>(s[r], p);
       if (is_masked) {
         const bool is_visible =
             key_position <= positions[r] && (p.window == 0 || key_position > positions[r] - p.window);

@@ -33,7 +33,9 @@ struct WorkListParams {
   int32_t group_size, num_kv_heads;
   int32_t decode_rows;    // rows of a decode tile: a sequence with no more decodes
   int32_t prefill_rows;   // rows of a prefill tile
-  int32_t min_leaf_keys;  // a power of two times what a thread block takes in one step
+  int32_t min_leaf_keys;   // a power of two times what a thread block takes in one step
+  int32_t long_leaf_keys;  // a power of two times that
+  int32_t few_leaves;      // enough for one short sequence to fill a fair part of the card
   int32_t max_leaves;
   int32_t target_blocks;  // thread blocks that fill the card
 };
@@ -47,7 +49,7 @@ enum class Path : int { MMA, SIMT };
 void launch_decode(const AttentionParams& params, Path path, int compiled_head_dim, cudaStream_t stream);
 void launch_prefill(const AttentionParams& params, int compiled_head_dim, cudaStream_t stream);
 
-// The instances behind them, each explicitly instantiated in a file of its own under `instances/`.
+// The instances behind them, explicitly instantiated, a file a kind and dtype, under `instances/`.
 template <typename T, int HEAD_DIM>
 struct MmaEngine;
 template <typename T, int HEAD_DIM>

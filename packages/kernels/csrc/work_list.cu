@@ -12,12 +12,13 @@ constexpr int THREADS = 1024;
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Keys of a leaf of a sequence of `seq_len`: the least that leaves at most `max_leaves`, a power of two times
-// `min_leaf_keys`.
-__device__ int leaf_keys_of(int seq_len, int min_leaf_keys, int max_leaves) {
-  int keys = min_leaf_keys;
-  while (int64_t{keys} * max_leaves < seq_len) keys *= 2;
-  return keys;
+// Keys of a leaf of a sequence of `seq_len`, a power of two times `min_leaf_keys`. Every leaf ends with a merge, and
+// every leaf may be another thread block's: so a few leaves, until they are long enough for the merge not to count;
+// then leaves of that length, until they are too many to keep.
+__device__ int leaf_keys_of(int seq_len, const WorkListParams& p) {
+  int64_t keys = p.min_leaf_keys;
+  while ((keys < p.long_leaf_keys && keys * p.few_leaves < seq_len) || keys * p.max_leaves < seq_len) keys *= 2;
+  return int(keys);
 }
 
 // Sums over the block's threads: those before this one, and all.
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(THREADS) work_list_kernel(const __grid_constan
     int query_len, seq_len;
     const bool decodes = read(sequence, query_len, seq_len);
     const int num_rows = query_len * p.group_size;
-    const int leaf_keys = leaf_keys_of(seq_len, p.min_leaf_keys, p.max_leaves);
+    const int leaf_keys = leaf_keys_of(seq_len, p);
     Cut cut{};
     cut.num_leaves = ceil_div(seq_len, leaf_keys);
     if (query_len > 0) {

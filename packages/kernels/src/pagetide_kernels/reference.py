@@ -92,6 +92,14 @@ def quantize(x: Tensor, scales: Tensor) -> Tensor:
     return torch.round(x / divisors).clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
 
 
+def _int8_scales(largest: Tensor) -> Tensor:
+    """``largest / 127``, rounded once.
+
+    By a tensor: for a Python number PyTorch multiplies with its rounded reciprocal on a GPU.
+    """
+    return largest / torch.full_like(largest, INT8_MAX)
+
+
 class ReferenceBackend(AttentionBackend):
     """Float32 PyTorch, one sequence at a time."""
 
@@ -159,7 +167,7 @@ class ReferenceBackend(AttentionBackend):
             if scales is None:
                 cache[block_ids, :, offsets] = x.to(cache.dtype)
             elif shape.kv_dtype == "int8":
-                token_scales = x.float().abs().amax(dim=-1) / INT8_MAX
+                token_scales = _int8_scales(x.float().abs().amax(dim=-1))
                 scales[block_ids, :, offsets] = token_scales
                 cache[block_ids, :, offsets] = quantize(x.float(), token_scales)
             else:
@@ -187,7 +195,7 @@ def _store_in_block(x: Tensor, offsets: Tensor, block: Tensor, scales: Tensor) -
         scales: float32 [num_kv_heads], changed.
     """
     num_held = int(offsets.min())
-    new_scales = x.abs().amax(dim=(0, 2)) / INT8_MAX
+    new_scales = _int8_scales(x.abs().amax(dim=(0, 2)))
     if num_held:
         new_scales = torch.maximum(new_scales, scales)
         held = block[:, :num_held].float() * scales[:, None, None]

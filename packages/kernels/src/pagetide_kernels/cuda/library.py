@@ -22,7 +22,8 @@ _SCHEMAS = {
     "work_list": (
         "(Tensor(a!) decode_items, Tensor(b!) prefill_items, Tensor(c!) arrivals, "
         "Tensor query_start_loc, Tensor seq_lens, Tensor rows, int group_size, int num_kv_heads, "
-        "int decode_rows, int prefill_rows, int min_leaf_keys, int max_leaves, int target_blocks)"
+        "int decode_rows, int prefill_rows, int min_leaf_keys, int long_leaf_keys, int few_leaves, "
+        "int max_leaves, int target_blocks)"
     ),
     "paged_attention": (
         "(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor? k_scales, Tensor? v_scales, "

@@ -53,7 +53,7 @@ def make_work_list(
     """
     bounds, device, kv_heads = metadata.bounds, metadata.device, shape.num_kv_heads
     num_seqs = metadata.num_seqs
-    leaves = max(1, min(tuning.max_leaves, _ceil_div(bounds.max_seq_len, tuning.min_leaf_keys)))
+    leaves = tuning.most_leaves(bounds.max_seq_len)
     shares = target_blocks // kv_heads
     # A thread block takes its even share of keys, rounded up to whole leaves: no more items than
     # shares, and one more a sequence for what is left over. Only sequences longer than a share are
@@ -78,6 +78,7 @@ def make_work_list(
     load().work_list(
         work.decode_items, work.prefill_items, work.arrivals, metadata.query_start_loc,
         metadata.seq_lens, metadata.rows, shape.group_size, kv_heads, tuning.decode_rows,
-        tuning.prefill_rows, tuning.min_leaf_keys, tuning.max_leaves, target_blocks,
+        tuning.prefill_rows, tuning.min_leaf_keys, tuning.long_leaf_keys, tuning.few_leaves,
+        tuning.max_leaves, target_blocks,
     )  # fmt: skip
     return work

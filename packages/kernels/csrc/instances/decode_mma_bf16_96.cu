@@ -1,2 +1,0 @@
-#include "../decode_mma.cuh"
-template void pagetide::launch_decode_instance<pagetide::MmaEngine<pagetide::BFloat, 96>>(const AttentionParams&, cudaStream_t);

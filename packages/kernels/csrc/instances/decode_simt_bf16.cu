@@ -1,0 +1,7 @@
+#include "../decode_simt.cuh"
+
+namespace pagetide {
+template void launch_decode_instance<SimtEngine<BFloat, 64>>(const AttentionParams&, cudaStream_t);
+template void launch_decode_instance<SimtEngine<BFloat, 128>>(const AttentionParams&, cudaStream_t);
+template void launch_decode_instance<SimtEngine<BFloat, 256>>(const AttentionParams&, cudaStream_t);
+}  // namespace pagetide

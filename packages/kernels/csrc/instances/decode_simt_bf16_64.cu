@@ -1,2 +1,0 @@
-#include "../decode_simt.cuh"
-template void pagetide::launch_decode_instance<pagetide::SimtEngine<pagetide::BFloat, 64>>(const AttentionParams&, cudaStream_t);

@@ -1,2 +1,0 @@
-#include "../decode_simt.cuh"
-template void pagetide::launch_decode_instance<pagetide::SimtEngine<pagetide::Half, 256>>(const AttentionParams&, cudaStream_t);

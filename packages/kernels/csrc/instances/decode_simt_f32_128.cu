@@ -1,2 +1,0 @@
-#include "../decode_simt.cuh"
-template void pagetide::launch_decode_instance<pagetide::SimtEngine<float, 128>>(const AttentionParams&, cudaStream_t);

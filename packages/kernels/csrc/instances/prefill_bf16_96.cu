@@ -1,2 +1,0 @@
-#include "../prefill.cuh"
-template void pagetide::launch_prefill_instance<pagetide::BFloat, 96>(const AttentionParams&, cudaStream_t);
