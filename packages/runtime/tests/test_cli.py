@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,9 @@ _WITHOUT_TORCH = "import sys; sys.modules['torch'] = None" + _REPORTING.replace(
 )
 
 
-def pagetide(*arguments: str, code: str = _REPORTING, **options: object) -> tuple[int, str, str]:
+def pagetide(
+    *arguments: str | bytes, code: str = _REPORTING, **options: object
+) -> tuple[int, str, str]:
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True, text=True, timeout=120, check=False,
@@ -133,6 +136,17 @@ def test_bad_sampling_parameters() -> None:
     assert_refused(pagetide("generate", "x.gguf", "hi", "--max-tokens", "0"), "max_tokens")
 
 
+def test_options_out_of_range_are_refused_before_anything_is_read() -> None:
+    for command in (["generate", "x.gguf", "hi"], ["chat", "x.gguf"]):
+        for option in ("--max-model-len", "--num-blocks", "--block-size", "--token-budget"):
+            result = pagetide(*command, option, "-5", code=_WITHOUT_TORCH)
+            assert_refused(result, "=-5: give a whole number of at least 1")
+
+
+def test_bytes_that_are_no_text_are_refused() -> None:
+    assert_refused(pagetide("generate", "x.gguf", "ok", b"a\xff"), "prompt 2 of 2", "UTF-8")
+
+
 @pytest.mark.model
 def test_bad_prompts_are_refused_before_torch_or_any_weight_is_read(demo_model: Path) -> None:
     model = str(demo_model)
@@ -160,6 +174,14 @@ def test_generate_in_a_pipe(demo_model: Path) -> None:
     assert "> The capital of France is\nParis" in out and "> The opposite of hot is\n" in out
     for name in ("prompts", "tokens/s", "blocks", "prefix hits"):
         assert name in out
+
+
+@pytest.mark.model
+def test_blocks_are_counted_even_if_every_answer_ends_in_its_first_step(demo_model: Path) -> None:
+    status, out, _ = pagetide(
+        "generate", str(demo_model), "The capital of France is", "--max-tokens", "1", "--stats"
+    )
+    assert status == 0 and "1 used, 0 shared" in out
 
 
 @pytest.mark.model
@@ -201,6 +223,35 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(demo_model: Path) -> None:
     rest = process.stdout.read()
     assert process.wait(60) == 0
     assert len(rest.strip()) > 0  # the next turn was answered
+
+
+def test_a_second_ctrl_c_ends_the_answer_without_waiting_for_a_token(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from pagetide_runtime import TextChunk
+    from pagetide_runtime.cli.chat import _answer
+
+    closed: list[bool] = []
+
+    class SlowLLM:
+        def chat_prompt(self, messages: object) -> list[int]:
+            return [1]
+
+        def stream(self, prompts: object, params: object) -> Iterator[TextChunk]:
+            try:
+                yield TextChunk(0, 0, "Once")
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)  # as if no token had come in between
+                yield TextChunk(0, 0, " never shown")
+            finally:
+                closed.append(True)
+
+    before = signal.getsignal(signal.SIGINT)
+    messages = [{"role": "user", "content": "a story"}]
+    assert _answer(SlowLLM(), messages, object()) == "Once"  # type: ignore[arg-type]
+    assert capsys.readouterr().out == "Once [interrupted]\n"
+    assert closed == [True]
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_help_and_version_import_no_torch() -> None:

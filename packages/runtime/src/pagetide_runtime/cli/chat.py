@@ -19,6 +19,7 @@ from pagetide_runtime.cli.options import (
     sampling_options,
     sampling_params,
 )
+from pagetide_runtime.config import EngineConfig
 
 if TYPE_CHECKING:
     from pagetide_runtime.llm import LLM
@@ -35,7 +36,7 @@ class _Interrupt:
 
     @contextlib.contextmanager
     def catching(self) -> Iterator[None]:
-        """Notes the first Ctrl-C inside the block; a second one is an ordinary interrupt."""
+        """Notes the first Ctrl-C inside the block; a second one does not wait for the token."""
 
         def note(_signal: int, _frame: FrameType | None) -> None:
             if self.is_set:
@@ -73,6 +74,7 @@ def chat(
     Ctrl-C ends an answer, Ctrl-D or /exit the conversation, /clear forgets it.
     """
     params = sampling_params(max_tokens, temperature, top_k, top_p, seed, stop)
+    EngineConfig(**options)  # refuses what is out of range before anything is read
     source, tokenizer = open_source(model, revision)
     if not tokenizer.has_chat_template:
         raise BadInput(f"{model} has no chat template: use `pagetide generate`")
@@ -120,7 +122,7 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) ->
     except ValueError as error:  # the conversation outgrew the context: say so and go on
         click.echo(f"Error: {' '.join(str(error).split())} (/clear begins anew)", err=True)
         return None
-    with interrupt.catching(), contextlib.closing(stream):
+    with contextlib.suppress(KeyboardInterrupt), interrupt.catching(), contextlib.closing(stream):
         for chunk in stream:
             click.echo(chunk.text, nl=False)
             pieces.append(chunk.text)
@@ -128,7 +130,8 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) ->
                 click.echo(f"\nError: {chunk.completion.error}", err=True)
                 return None
             if interrupt.is_set:
-                click.secho(" [interrupted]", dim=True, nl=False)
                 break
+    if interrupt.is_set:
+        click.secho(" [interrupted]", dim=True, nl=False)
     click.echo()
     return "".join(pieces)

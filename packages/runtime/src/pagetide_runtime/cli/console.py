@@ -22,8 +22,9 @@ def show_answers(
 ) -> list[Completion]:
     """Shows the answers as they grow and returns them in the prompts' order.
 
-    A terminal sees all of them grow side by side; a pipe gets each whole answer when it ends, under
-    its prompt; a single prompt streams plainly in both.
+    A terminal sees the ends of all of them grow together, and the whole answers when they are done;
+    a pipe gets each whole answer when it ends, under its prompt; a single prompt streams plainly in
+    both.
     """
     if len(prompts) == 1:
         return _stream_one(console, chunks)
@@ -50,23 +51,34 @@ def _answer(prompt: str, text: str, is_done: bool) -> Text:
     return body
 
 
+def _ends(console: Console, answers: Sequence[Text]) -> Group:
+    """As many last lines of each answer as fit beside the others: a terminal cannot take back
+    what has scrolled off its top, and would show it again at every refresh.
+    """
+    room = max(1, (console.height - 1) // len(answers))
+    lines = [answer.wrap(console, console.width) for answer in answers]
+    return Group(*[line for wrapped in lines for line in wrapped[-room:]])
+
+
 def _stream_together(
     console: Console, prompts: Sequence[str], chunks: Iterator[TextChunk]
 ) -> list[Completion]:
     texts = [""] * len(prompts)
     done: dict[int, Completion] = {}
 
-    def answers() -> Group:
-        return Group(*[_answer(p, texts[i], i in done) for i, p in enumerate(prompts)])
+    def answers() -> list[Text]:
+        return [_answer(prompt, texts[i], i in done) for i, prompt in enumerate(prompts)]
 
-    # While they grow the answers are cut to the terminal's height; the whole is printed at the end.
-    with Live(console=console, refresh_per_second=12, transient=True) as live:
+    def growing() -> Group:  # called when the screen is drawn, not for every chunk
+        return _ends(console, answers())
+
+    with Live(get_renderable=growing, console=console, refresh_per_second=12, transient=True):
         for chunk in chunks:
             texts[chunk.index] += chunk.text
             if chunk.completion is not None:
                 done[chunk.index] = chunk.completion
-            live.update(answers())
-    console.print(answers())
+    for answer in answers():
+        console.print(answer)
     return [done[index] for index in sorted(done)]
 
 

@@ -9,14 +9,15 @@ from typing import Any
 import click
 
 from pagetide_runtime.cli.options import (
-    BadInput,
     check_prompt_lengths,
+    check_prompts,
     engine_options,
     one_line_errors,
     open_source,
     sampling_options,
     sampling_params,
 )
+from pagetide_runtime.config import EngineConfig
 
 __all__ = ["generate"]
 
@@ -50,8 +51,8 @@ def generate(
     """
     started = time.perf_counter()
     params = sampling_params(max_tokens, temperature, top_k, top_p, seed, stop)
-    if any(not prompt.strip() for prompt in prompts):
-        raise BadInput("an empty prompt: give it some text")
+    EngineConfig(**options)  # refuses what is out of range before anything is read
+    check_prompts(prompts)
     source, tokenizer = open_source(model, revision)
     if chat:
         token_ids = [tokenizer.encode_chat([{"role": "user", "content": p}]) for p in prompts]
@@ -68,7 +69,7 @@ def generate(
     imported = time.perf_counter()
     llm = LLM(source, **options)
     loaded = time.perf_counter()
-    statistics = Statistics(llm.block_manager)
+    statistics = Statistics(llm)
     console = Console(highlight=False)
     completions = show_answers(console, prompts, statistics.watch(llm.stream(token_ids, params)))
     if stats:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BadInput",
     "check_prompt_lengths",
+    "check_prompts",
     "engine_options",
     "one_line_errors",
     "open_source",
@@ -110,6 +111,19 @@ def open_source(model: str, revision: str | None) -> tuple[ModelSource, Tokenize
     return source, source.load_tokenizer()
 
 
+def _place(number: int, prompts: Sequence[str]) -> str:
+    return f"prompt {number} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
+
+
+def check_prompts(prompts: Sequence[str]) -> None:
+    """Refuses what is no text, before any file is opened."""
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt.strip():
+            raise BadInput(f"{_place(number, prompts)} is empty: give it some text")
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise BadInput(f"{_place(number, prompts)} has bytes that are not UTF-8 text")
+
+
 def check_prompt_lengths(
     prompts: Sequence[str], lengths: Sequence[int], source: ModelSource, max_model_len: int | None
 ) -> None:
@@ -118,12 +132,11 @@ def check_prompt_lengths(
         source.config.max_position_embeddings,
         max_model_len or source.config.max_position_embeddings,
     )
-    for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True), 1):
-        where = f"prompt {number} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
-        if not prompt.strip() or length == 0:
-            raise BadInput(f"{where} is empty: give it some text")
+    for number, length in enumerate(lengths, 1):
+        if length == 0:
+            raise BadInput(f"{_place(number, prompts)} has no tokens: give it some text")
         if length + 1 > limit:
             raise BadInput(
-                f"{where} has {length} tokens and the context holds {limit}, answer included: "
-                "shorten it"
+                f"{_place(number, prompts)} has {length} tokens and the context holds {limit}, "
+                "answer included: shorten it"
             )

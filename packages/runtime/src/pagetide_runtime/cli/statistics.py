@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from pagetide_kvcache import BlockManager
 from pagetide_runtime.completion import Completion, TextChunk
+from pagetide_runtime.llm import LLM
 
 __all__ = ["Statistics"]
 
@@ -14,8 +14,9 @@ __all__ = ["Statistics"]
 class Statistics:
     """Watches one engine's pool while its answers stream by."""
 
-    def __init__(self, block_manager: BlockManager) -> None:
-        self._manager = block_manager
+    def __init__(self, llm: LLM) -> None:
+        self._manager = llm.block_manager
+        self._scheduler = llm.engine.scheduler
         self._started = time.perf_counter()
         self._first_text: float | None = None
         self._peak_blocks = 0
@@ -27,9 +28,9 @@ class Statistics:
         for chunk in chunks:
             if self._first_text is None:
                 self._first_text = time.perf_counter()
-            self._peak_blocks = max(
-                self._peak_blocks, self._manager.total_blocks - self._manager.num_available_blocks
-            )
+            # The steps' own records: a request that ended in this step has given its blocks back.
+            available = min(r.num_available_blocks for r in self._scheduler.records)
+            self._peak_blocks = max(self._peak_blocks, self._manager.total_blocks - available)
             self._peak_shared = max(self._peak_shared, self._num_shared())
             yield chunk
 
