@@ -9,7 +9,7 @@ from torch import Tensor
 from pagetide_kernels import copy_blocks
 from pagetide_kvcache import KVCache
 from pagetide_models import CausalLM
-from pagetide_runtime.input_buffers import InputBuffers
+from pagetide_runtime.input_buffers import InputBuffers, StepInputs
 from pagetide_runtime.sampler import Sampler
 from pagetide_scheduler import SampleError, StepPlan, StepResult
 
@@ -89,8 +89,9 @@ class ModelRunner:
         What a plan names runs in this order: rows, block tables, copies, tokens, samples.
         """
         buffers = self._buffers
-        self._sampler.initialise_rows(plan, buffers.upload)
-        buffers.apply_table_deltas(plan)
+        inputs = StepInputs.upload(plan, self.model.device)
+        self._sampler.initialise_rows(plan)
+        buffers.apply_table_deltas(inputs)
         if plan.copies:
             copy_blocks(
                 self.kv_cache,
@@ -100,14 +101,17 @@ class ModelRunner:
             )
         if not plan.num_tokens:
             return StepHandle.of_nothing(self.model.device)
-        positions = buffers.upload(plan.positions)
-        input_ids = buffers.input_ids(plan)
-        hidden = self.model(input_ids, positions, self.kv_cache, buffers.metadata(plan, positions))
+        hidden = self.model(
+            buffers.input_ids(inputs),
+            inputs.positions,
+            self.kv_cache,
+            buffers.metadata(plan, inputs),
+        )
         if not plan.num_samples:
             return StepHandle.of_nothing(self.model.device)
-        logits = self.model.compute_logits(hidden[buffers.upload(plan.sample_tokens)])
-        tokens, is_sound = self._sampler.sample(logits, plan, buffers.upload)
-        buffers.last_tokens[buffers.upload(plan.sample_rows)] = tokens
+        logits = self.model.compute_logits(hidden[inputs.sample_tokens])
+        tokens, is_sound = self._sampler.sample(logits, plan, inputs)
+        buffers.last_tokens[inputs.sample_rows] = tokens.int()
         return StepHandle(tokens, is_sound)
 
     def is_usable(self) -> bool:

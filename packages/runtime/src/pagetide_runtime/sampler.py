@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,10 @@ import torch
 from torch import Tensor
 
 from pagetide_kernels import greedy, sample
+from pagetide_runtime.input_buffers import StepInputs
 from pagetide_scheduler import StepPlan
 
 __all__ = ["Sampler"]
-
-Upload = Callable[..., Tensor]
 
 
 class Sampler:
@@ -39,7 +37,7 @@ class Sampler:
             for column in (self._temperature, self._top_k, self._top_p, self._keys)
         ]
 
-    def initialise_rows(self, plan: StepPlan, upload: Upload) -> None:
+    def initialise_rows(self, plan: StepPlan) -> None:
         """Takes over the parameters and random keys of the rows that `plan` gives."""
         if not len(plan.new_rows):
             return
@@ -52,18 +50,18 @@ class Sampler:
             self._min_end_position[row] = plan.new_min_positions[index]
             ends = () if params.ignore_eos else self._eos_token_ids
             self._ends[row] = [*ends, *params.stop_token_ids]
-        rows = upload(plan.new_rows)
+        rows = plan.new_rows.tolist()
         host: list[npt.NDArray[Any]] = [self._temperature, self._top_k, self._top_p, self._keys]
         for state, column in zip(self._device_state, host, strict=True):
-            state[rows] = upload(column[plan.new_rows], state.dtype)
+            state[rows] = torch.from_numpy(column[rows]).to(state.device)
 
-    def sample(self, logits: Tensor, plan: StepPlan, upload: Upload) -> tuple[Tensor, Tensor]:
+    def sample(self, logits: Tensor, plan: StepPlan, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Draws one token for each of the plan's samples.
 
         Args:
             logits: float32 `[num_samples, vocab_size]`; masked in place for `min_tokens`.
             plan: names each sample's row and the absolute position of the token it draws.
-            upload: host column to device tensor.
+            inputs: the plan's columns on the device.
 
         Returns:
             Token ids int64 `[num_samples]`, and bool `[num_samples]`: whether the row's logits
@@ -75,15 +73,16 @@ class Sampler:
         is_sound = logits.amax(dim=-1).isfinite()
         if not self._temperature[rows].any():
             return greedy(logits), is_sound
-        device_rows = upload(rows)
-        temperature, top_k, top_p, keys = (state[device_rows] for state in self._device_state)
+        temperature, top_k, top_p, keys = (
+            state[inputs.sample_rows] for state in self._device_state
+        )
         tokens = sample(
             logits,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             keys=keys,
-            positions=upload(positions),
+            positions=inputs.sample_positions.long(),
         )
         return tokens, is_sound
 
