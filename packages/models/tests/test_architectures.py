@@ -150,6 +150,16 @@ def test_windows_are_where_transformers_has_them(tmp_path: Path) -> None:
     assert open_model(tmp_path).config.layer_windows == ()
 
 
+@pytest.mark.parametrize(("written", "windows"), [(..., (None, 4096, 4096)), (None, ())])
+def test_qwens_window_absent_or_null(tmp_path: Path, written: Any, windows: Any) -> None:
+    random_model("qwen3", **WINDOW).save_pretrained(tmp_path)
+    edit_config(tmp_path, sliding_window=written, layer_types=...)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert open_model(tmp_path).config.layer_windows == windows
+    assert [theirs.sliding_window if kind == "sliding_attention" else None
+            for kind in theirs.layer_types] == list(windows or (None, None, None))  # fmt: skip
+
+
 def edit_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())

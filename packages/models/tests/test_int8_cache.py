@@ -1,7 +1,7 @@
 """What an INT8 KV cache costs SmolLM2: perplexity and next tokens on a fixed text.
 
-The text is a snapshot of this project's documentation, which the model has not seen: its choices are
-close there (perplexity 34), so that rounding keys and values turns about one in fifty of them.
+The text is a snapshot of this project's documentation, which the model has not seen: its choices
+are close there (perplexity 34), and rounding keys and values turns about one in fifty of them.
 """
 
 from __future__ import annotations

@@ -191,6 +191,8 @@ def test_a_nan_is_over_every_tolerance(changed: Callable[..., Report]) -> None:
     assert place is not None
     assert (place.layer, place.part, place.worst) == (1, "mlp", float("inf"))
     assert report.verdict == "different"
+    plain = json.loads(json.dumps(report.as_json(), allow_nan=False))
+    assert plain["runs"][0]["comparison"]["place"]["worst"] is None
 
 
 # Package, file in it, what is written there, what a slip would write, arguments of the tool; then

@@ -98,7 +98,10 @@ def json_layer_windows(fields: Fields) -> tuple[int | None, ...]:
     """
     if not fields.boolean("use_sliding_window", False):
         return ()
-    window = fields.integer("sliding_window", 4096)
+    is_absent = "sliding_window" not in fields.values
+    window = 4096 if is_absent else fields.optional_integer("sliding_window")
+    if window is None:  # written as null
+        return ()
     num_layers, first = fields.integer("num_hidden_layers"), fields.integer("max_window_layers", 28)
     kinds = fields.get("layer_types")
     if kinds is None:

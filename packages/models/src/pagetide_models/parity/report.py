@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
@@ -99,11 +100,11 @@ class Report:
         return max((run.verdict for run in self.runs), key=order.index)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data: every error of every part."""
+        """Plain data: every error of every part; None where one is infinite or NaN."""
         plain = asdict(self)
         for run, data in zip(self.runs, plain["runs"], strict=True):
             data["verdict"] = run.verdict
-        return {**plain, "verdict": self.verdict}
+        return {**_finite(plain), "verdict": self.verdict}
 
     def as_text(self) -> str:
         """Tables and a verdict."""
@@ -134,6 +135,15 @@ class Report:
             name = f"layer {name}" if name.isdigit() else name
             cells = [f"{run.comparison.errors[point]:.2e}" for run in self.runs]
             yield "  " + "".join(f"{cell:>26}" for cell in [name, *cells])
+
+
+def _finite(value: Any) -> Any:
+    # JSON has no infinity; Python would write one all the same.
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _findings(run: RunReport, tolerance: float) -> Iterator[str]:
