@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,25 @@ def test_greedy_tokens_of_the_whole_batch(model: CausalLM) -> None:
         for sequence, token in zip(tokens, sampled, strict=True):
             sequence.append(token)
     assert tokens == [answer["tokens"] for answer in ANSWERS]
+
+
+def test_loading_needs_little_more_memory_than_the_model(
+    demo_gguf: Path, run_python: Callable[[str], str]
+) -> None:
+    printed = run_python(
+        "import torch\n"
+        "from pagetide_models import cpu_linear, load_model\n"
+        "def status(key):\n"
+        "    lines = open('/proc/self/status').read().splitlines()\n"
+        "    return int(next(line.split()[1] for line in lines if line.startswith(key))) << 10\n"
+        "torch.set_num_threads(1)\n"
+        "cpu_linear.can_pack()\n"  # oneDNN's own start is not the model's
+        f"model = load_model({str(demo_gguf)!r})\n"
+        "table = model.embedding.weight\n"
+        "print(status('VmHWM') - status('VmRSS'), table.numel() * table.element_size())"
+    )
+    above, largest = map(int, printed.split())
+    assert above <= largest + 200 * 2**20
 
 
 def test_the_capital_of_france(model: CausalLM, demo_gguf: Path) -> None:
