@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,9 +24,10 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent
 CSRC = PACKAGE / "csrc"
 LIBRARY_NAME = "libpagetide_kernels.so"
-# An architecture's code runs on the later ones of its generation: 80's on 8.6 and 8.9 too. They are
-# listed all the same, for their own scheduling. The last one's PTX serves what comes later.
-ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120", "120-ptx")
+# An architecture's machine code runs on the later ones of its generation: 80's on 8.6, 8.7 and 8.9,
+# 100's on 10.3, 120's on 12.1. The last one's PTX serves what comes later.
+ARCHITECTURES = ("75", "80", "90", "100", "120", "120-ptx")
+FFI_REQUIREMENT = "apache-tvm-ffi>=0.1.11,<0.2"
 COMPILER_WHEELS = (
     "nvidia-cuda-nvcc==13.0.88",
     "nvidia-nvvm==13.0.88",
@@ -112,6 +114,17 @@ def sources() -> list[Path]:
     )
 
 
+def wanted_architectures() -> Sequence[str]:
+    """Those of ``PAGETIDE_CUDA_ARCHS``, else all."""
+    chosen = os.environ.get("PAGETIDE_CUDA_ARCHS", "").replace(",", " ").split()
+    for each in chosen:
+        if not re.fullmatch(r"\d{2,3}a?(-ptx)?", each):
+            raise BuildError(
+                f"PAGETIDE_CUDA_ARCHS names {each!r}: write architectures like '75 90' or '120-ptx'"
+            )
+    return chosen or ARCHITECTURES
+
+
 def architecture_flags(architectures: Sequence[str]) -> list[str]:
     """nvcc's flags: ``90`` is machine code, ``75-ptx`` code that the driver compiles."""
     flags = []
@@ -155,12 +168,24 @@ def _object_cache() -> Path:
     return (root if (root / "noxfile.py").exists() else PACKAGE) / "build" / "cuda-objects"
 
 
+def _inputs(source: Path) -> set[Path]:
+    """A source and the headers of ours that it includes, at whatever depth."""
+    found, waiting = set[Path](), [source]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            names = re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)
+            waiting += [(path.parent / name).resolve() for name in names]
+    return found
+
+
 def _digest(toolchain: Toolchain, source: Path, architectures: Sequence[str], version: str) -> str:
-    """Of all that makes an object: every header (they are few), the source, the command."""
+    """Of all that makes an object: the source and its headers, the compiler, the command."""
     digest = hashlib.sha256(version.encode())
     if source.suffix == ".cc":
         digest.update(toolchain.ffi_include.parent.joinpath("_version.py").read_bytes())
-    for each in (*sorted(CSRC.glob("*.cuh")), *sorted(CSRC.glob("*.h")), source):
+    for each in sorted(_inputs(source)):
         digest.update(each.name.encode() + each.read_bytes())
     digest.update(repr((_FLAGS, architecture_flags(architectures))).encode())
     return digest.hexdigest()[:24]
@@ -221,11 +246,13 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=PACKAGE / "src" / "pagetide_kernels" / "_lib"
     )
-    parser.add_argument("--archs", default=os.environ.get("PAGETIDE_CUDA_ARCHS", ""))
+    parser.add_argument("--archs", help="like '75 90'; by default PAGETIDE_CUDA_ARCHS, else all")
     parser.add_argument("--jobs", type=int, default=None)
     arguments = parser.parse_args()
-    chosen = arguments.archs.replace(",", " ").split() or ARCHITECTURES
+    if arguments.archs is not None:
+        os.environ["PAGETIDE_CUDA_ARCHS"] = arguments.archs
     try:
+        chosen = wanted_architectures()
         sys.stdout.write(f"{build(arguments.output, chosen, jobs=arguments.jobs)}\n")
     except BuildError as error:
         sys.exit(f"error: {error}")

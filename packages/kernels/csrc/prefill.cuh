@@ -111,9 +111,9 @@ __global__ void __launch_bounds__(PrefillTiles<T, HEAD_DIM>::THREADS, PrefillTil
   commit_copies();
 
   // Where this lane's rows of each fragment begin: queries, keys, values.
-  const int q_at = Layout::offset(warp_row + lane % 16, lane / 16);
-  const int k_at = Layout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  const int v_at = Layout::offset(lane % 16, lane / 16);
+  int q_at = Layout::offset(warp_row + lane % 16, lane / 16);
+  int k_at = Layout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  int v_at = Layout::offset(lane % 16, lane / 16);
   // Scores of raw products are scaled inside the exponent, c = scale log2(e). With a soft cap the scores are log2
   // units already. A negative scale would turn the maximum around, so then the products are negated; of a zero
   // scale only the -inf of a masked score must survive.
@@ -144,6 +144,9 @@ __global__ void __launch_bounds__(PrefillTiles<T, HEAD_DIM>::THREADS, PrefillTil
     const unsigned char* k_smem = tiles_smem + stage * 2 * TILE_BYTES;
     const unsigned char* v_smem = k_smem + TILE_BYTES;
     if constexpr (STAGES > 1) stage ^= 1;
+
+    // Opaque, so that the compiler computes the addresses anew for each tile: long rows leave it no registers.
+    if constexpr (COMPILED_ARCH < 90 && DIM >= 128) asm volatile("" : "+r"(q_at), "+r"(k_at), "+r"(v_at));
 
     // S = Q K^T: for each 16 columns of the rows, two or four fragments of queries and KEYS / 8 of keys.
     float s[M_TILES][KEYS / 8][4] = {};

@@ -8,7 +8,7 @@
 namespace pagetide {
 namespace {
 
-constexpr int THREADS = 1024;
+constexpr int THREADS = 512;  // more leave sm_75 too few registers
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
