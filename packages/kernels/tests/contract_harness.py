@@ -57,6 +57,8 @@ class Layer:
     v: Tensor
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
+    memory: tuple[Tensor, ...] = ()
+    """All that the views above are views of, padding included."""
 
     @property
     def scales(self) -> dict[str, Tensor | None]:
@@ -101,7 +103,7 @@ def make_layer(
             made.k_scales, made.v_scales = expanded.unbind(0)
     for tensor in tensors:
         poison(tensor, fill)
-    return made
+    return dataclasses.replace(made, memory=tuple(tensors))
 
 
 def poison(tensor: Tensor, fill: str) -> None:

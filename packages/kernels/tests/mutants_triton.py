@@ -24,8 +24,9 @@ FILES = ("test_contract.py", "test_quantized_cache.py", "test_copy_blocks.py")
 # What each kind of mutant is judged by: the quick and sharp tests of the contract.
 SELECTIONS = {
     "attention": (
-        "test_p1 and float16 or test_p2 or test_p4 or test_any_order or test_queries or"
-        " test_a_padding or test_long_contexts or test_float32 or level_1 and float32"
+        "test_p1 and float16 or test_p2 or test_p4 or test_any_order or test_keys_and or"
+        " test_queries or test_a_padding or test_long_contexts or test_float32 or"
+        " level_1 and float32"
     ),
     "options": "test_case and (float32xfloat32 or float32xfloat16) or test_p1 and float32",
     "int8": "test_stores or test_p1 and int8 or test_quantized or test_case and int8",
