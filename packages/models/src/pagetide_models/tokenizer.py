@@ -60,8 +60,10 @@ class Tokenizer:
         Args:
             backend: The tables; taken over, do not use it elsewhere.
             path: The file, for messages.
-            bos_token_id, eos_token_ids: As the model's configuration names them.
-            prefix_ids, suffix_ids: Special ids around a text, where no post-processor adds them.
+            bos_token_id: As the model's configuration names it.
+            eos_token_ids: Likewise.
+            prefix_ids: Special ids before a text, where no post-processor adds them.
+            suffix_ids: Special ids behind it.
             chat_template: Jinja source.
             template_variables: What the template is given besides the messages (``bos_token`` …).
 
