@@ -152,10 +152,12 @@ def tests_torch_free(session: nox.Session) -> None:
 
 
 @nox.session(default=False, reuse_venv=True)
-def mutants_kernels(session: nox.Session) -> None:
-    """Breaks the Triton sources one line at a time; the interpreted tests must notice each time."""
-    _install(session, *_build_wheels(session, ["kvcache", "kernels"]), "pytest", "hypothesis")
-    session.run("python", "packages/kernels/tests/mutants_triton.py", *session.posargs)
+@nox.parametrize("package", ["kernels", "scheduler"], ids=["kernels", "scheduler"])
+def mutants(session: nox.Session, package: str) -> None:
+    """Breaks a package's sources one line at a time; its tests must notice each time."""
+    _install(session, *_build_wheels(session, _through(package)), "pytest", "hypothesis")
+    script = {"kernels": "mutants_triton.py", "scheduler": "mutants.py"}[package]
+    session.run("python", f"packages/{package}/tests/{script}", *session.posargs)
 
 
 @nox.session
