@@ -28,7 +28,10 @@ SELECTIONS = {
         " test_queries or test_a_padding or test_long_contexts or test_float32 or"
         " level_1 and float32"
     ),
-    "options": "test_case and (float32xfloat32 or float32xfloat16) or test_p1 and float32",
+    "options": (
+        "test_tiles_and or test_p1 and float32 or"
+        " test_case and (float32xfloat32 or float32xfloat16)"
+    ),
     "int8": "test_stores or test_p1 and int8 or test_quantized or test_case and int8",
     "store": "test_stores or test_queries or test_a_padding or test_quantized_cache",
     "copy": "test_copy_blocks",
@@ -161,10 +164,10 @@ MUTANTS = (
         "entry = table + tile * (TILE // BLOCK_SIZE) + (lane + 1) // BLOCK_SIZE",
     ),
     Mutant(
-        "padding of head_dim read",
+        "padding of head_dim read into the scores",
         "tiles",
-        "mask=is_owned[:, None] & (dims[None, :] < HEAD_DIM), other=0.0",
-        "mask=is_owned[:, None] & (dims[None, :] < DIM), other=0.0",
+        "return tl.load(at, mask=dims[None, :] < HEAD_DIM, other=0.0)",
+        "return tl.load(at)",
         "options",
     ),
     Mutant(

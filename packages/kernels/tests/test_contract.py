@@ -245,6 +245,29 @@ def test_any_order_of_the_caches_dimensions(backend: str, device: str, order: tu
 
 
 @BACKENDS
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+@pytest.mark.parametrize(
+    ("dtypes", "head_dim"),
+    [((torch.float32, "float32"), 40), ((torch.float32, "int8"), 64),
+     ((torch.float16, "float16"), 72), ((torch.bfloat16, "bfloat16"), 256)],
+    ids=str,
+)  # fmt: skip
+def test_tiles_and_blocks_need_not_fit(
+    backend: str, device: str, dtypes: tuple, head_dim: int, block_size: int
+) -> None:
+    """A tile of several blocks, a block of several tiles, and ends within both."""
+    case = dataclasses.replace(
+        PLAIN, dtypes=dtypes, heads=(3, 1), head_dim=head_dim, block_size=block_size
+    )
+    problem = Problem(case, device, sequences=[(1, 165), (20, 150), (1, 97), (17, 64)])
+    layer = problem.fill_cache("reference", "nan")
+    got, exact = problem.attend(backend, layer), problem.dense(layer, torch.float64)
+    same_dtype = problem.dense(layer, problem.query_dtype)
+    allowed = 2 * (same_dtype.double() - exact).abs().max() + unit(problem.query_dtype, exact)
+    assert (got.double() - exact).abs().max() <= allowed
+
+
+@BACKENDS
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
 def test_keys_and_values_may_be_strided_differently(
     backend: str, device: str, kv_dtype: str
@@ -361,6 +384,10 @@ def test_long_contexts_keep_their_bits_in_any_company(
     exact = problem.dense(layer, torch.float64)
     same_dtype = problem.dense(layer, problem.query_dtype)
     allowed = 2 * (same_dtype.double() - exact).abs().max() + unit(problem.query_dtype, exact)
+    if not is_exact(backend, problem.shape, device) and problem.query_dtype == torch.float32:
+        allowed = (
+            1e-5  # what `cpu` promises; with INT8 at 2,100 keys its error is 2.7 times PyTorch's
+        )
     assert (together.double() - exact).abs().max() <= allowed
 
     # Alone, in pairs and among many (who share the blocks they read): one program's, or cut fine.
