@@ -203,7 +203,8 @@ def _path_without_nvcc(folder: Path) -> str:
 def cuda(session: nox.Session) -> None:
     """The compiled CUDA library: its wheel, from PyPI's compilers, and its tests.
 
-    Compiles for sm_75 and sm_90; `-- all` for every architecture, `-- 80` for that one.
+    Compiles for sm_75 and sm_90; `-- all` for every architecture, `-- 80` for that one. Then the
+    ladder of `benchmarks/ladder`, for both.
     """
     architectures = session.posargs or ["75", "90"]
     chosen = "" if architectures == ["all"] else " ".join(architectures)
@@ -211,11 +212,19 @@ def cuda(session: nox.Session) -> None:
                "CUDA_PATH": ""}  # fmt: skip
     build = {**no_nvcc, "PAGETIDE_BUILD_CUDA": "1", "PAGETIDE_CUDA_ARCHS": chosen}
     wheels = _build_wheels(session, ["kvcache", "kernels"], build)
-    _install(session, *wheels, "pytest", "hypothesis", "hatchling")
+    sys.path.insert(0, str(ROOT / "packages" / "kernels"))
+    from build_cuda import COMPILER_WHEELS
+
+    _install(session, *wheels, *COMPILER_WHEELS, "pytest", "hypothesis", "hatchling")
     session.run("python", "-m", "pagetide_kernels", env=no_nvcc)
     session.chdir(str(ROOT))
+    ladder = "packages/kernels/benchmarks/ladder/build.py"
+    session.run("python", ladder, "--output", "build/ladder", env=no_nvcc)
     tests = sorted(str(path) for path in Path("packages/kernels/tests").glob("test_cuda_*.py"))
-    session.run("pytest", *tests, env={"PAGETIDE_ISOLATED": "1", "PAGETIDE_CUDA_WHEEL": wheels[1]})
+    session.run(
+        "pytest", *tests, "-m", "not long",
+        env={**no_nvcc, "PAGETIDE_ISOLATED": "1", "PAGETIDE_CUDA_WHEEL": wheels[1]},
+    )  # fmt: skip
 
 
 def _install_engine(session: nox.Session) -> str:
