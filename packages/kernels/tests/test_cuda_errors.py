@@ -128,6 +128,14 @@ def test_an_installed_library_loads_without_a_gpu() -> None:
         assert isinstance(library.compiled_architecture(0), str)  # why none of its code runs here
 
 
+def test_the_module_says_whether_the_library_is_there() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pagetide_kernels"], capture_output=True, text=True, check=True
+    )
+    (line,) = [each for each in done.stdout.splitlines() if each.startswith("compiled CUDA")]
+    assert line == f"compiled CUDA library: {library.missing_reason() or 'loads'}"
+
+
 def leaf_keys(tuning: Tuning, seq_len: int) -> int:
     """What ``leaf_keys_of`` in ``work_list.cu`` computes."""
     keys = tuning.min_leaf_keys

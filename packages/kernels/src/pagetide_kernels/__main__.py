@@ -8,6 +8,7 @@ import torch
 
 from pagetide_kernels.__about__ import __version__
 from pagetide_kernels.backends import available_backends
+from pagetide_kernels.cuda.library import missing_reason
 
 
 def main() -> int:
@@ -26,6 +27,7 @@ def main() -> int:
             print(f"  {name:<10} {'works' if status.is_available else 'no: ' + status.reason}")
     if len(devices) == 1:
         print("cuda\n  PyTorch sees no GPU here")
+    print(f"compiled CUDA library: {missing_reason() or 'loads'}")
     return 0
 
 
