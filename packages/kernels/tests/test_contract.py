@@ -385,10 +385,21 @@ def test_long_contexts_keep_their_bits_in_any_company(
     same_dtype = problem.dense(layer, problem.query_dtype)
     allowed = 2 * (same_dtype.double() - exact).abs().max() + unit(problem.query_dtype, exact)
     if not is_exact(backend, problem.shape, device) and problem.query_dtype == torch.float32:
-        allowed = (
-            1e-5  # what `cpu` promises; with INT8 at 2,100 keys its error is 2.7 times PyTorch's
-        )
+        # What `cpu` promises: with an INT8 cache its error is three times PyTorch's here.
+        allowed = torch.tensor(1e-5, device=device)
     assert (together.double() - exact).abs().max() <= allowed
+
+    # Layers that share a preparation meet in the same memory; none may see what another left there.
+    chosen = pk.select_backend(backend, problem.shape, device)
+    prepared = chosen.prepare(problem.metadata(), problem.shape)
+    for q in (problem.queries(), -problem.queries(), problem.queries()):
+        first, second = (
+            pk.paged_attention(
+                q, layer.k, layer.v, metadata, scale=problem.scale, **layer.scales, backend=chosen
+            )
+            for metadata in (prepared, problem.metadata())
+        )
+        assert torch.equal(first, second)
 
     # Alone, in pairs and among many (who share the blocks they read): one program's, or cut fine.
     for company in ([2], [0, 3], [1, 0], [3, 2, 1, 0], [2, *[0] * 15]):
