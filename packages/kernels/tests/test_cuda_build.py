@@ -108,6 +108,12 @@ def test_the_compiled_wheel_holds_one_library_for_every_python() -> None:
     assert "pagetide_kernels/_lib/libpagetide_kernels.so" in names
 
 
+def test_every_mutant_still_finds_its_line() -> None:
+    """What they prove needs a GPU (``mutants_cuda.py``); that they can be made does not."""
+    command = [sys.executable, str(PACKAGE / "tests" / "mutants_cuda.py"), "--check"]
+    assert re.fullmatch(r"(\d\d) mutants apply\n", run(command))
+
+
 def nvcc_toolchain() -> object:
     if reason := build_cuda.missing_reason():
         pytest.skip(reason)
