@@ -435,6 +435,8 @@ def survives(mutant: Mutant) -> bool:
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return False  # a hang is noticed, too
+        if run.returncode < 0:
+            return False  # so is a crash: the interpreter reads wild addresses as they are
         if run.returncode not in (0, 1):
             raise RuntimeError(f"{mutant.name}: pytest could not run\n{run.stdout}{run.stderr}")
         return run.returncode == 0
