@@ -445,7 +445,9 @@ def test_a_padding_row_changes_no_other(backend: str, device: str) -> None:
     alone = pk.paged_attention(q[:3], layer.k, layer.v, metadata, scale=0.125, backend=backend)
     padded = pad(metadata, num_seqs=1, num_tokens=1)
     padded.query_start_loc[4] = 4
-    out = pk.paged_attention(q, layer.k, layer.v, padded, scale=0.125, backend=backend)
+    out = pk.paged_attention(
+        q, layer.k, layer.v, padded, scale=0.125, backend=backend, out=torch.full_like(q, torch.nan)
+    )
     assert torch.equal(out[:3], alone)
     assert (out[3] == 0).all()
 
