@@ -155,7 +155,7 @@ def tests_torch_free(session: nox.Session) -> None:
 @nox.parametrize("package", ["kernels", "scheduler"], ids=["kernels", "scheduler"])
 def mutants(session: nox.Session, package: str) -> None:
     """Breaks a package's sources one line at a time; its tests must notice each time."""
-    _install(session, *_build_wheels(session, _through(package)), "pytest", "hypothesis")
+    _install(session, *_build_wheels(session, _through(package)), "pytest", "hypothesis", "numpy")
     script = {"kernels": "mutants_triton.py", "scheduler": "mutants.py"}[package]
     session.run("python", f"packages/{package}/tests/{script}", *session.posargs)
 
