@@ -110,9 +110,9 @@ def tests(session: nox.Session, package: str) -> None:
     _pytest(session, package, "-m", "not long")
 
 
-def _pythons() -> list[str]:
+def _pythons() -> dict[str, str]:
     """Every Python of 3.10 to 3.13 that this machine has and that can make an environment."""
-    found = []
+    found = {}
     for minor in range(10, 14):
         version = f"3.{minor}"
         candidates = [version, *sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))]
@@ -126,12 +126,13 @@ def _pythons() -> list[str]:
                 [executable, "-c", "import venv"], capture_output=True, check=False
             )
             if probe.returncode == 0:
-                found.append(executable)
+                found[version] = executable
                 break
-    return found or [sys.executable]
+    return found or {"here": sys.executable}
 
 
-@nox.session(python=_pythons())
+@nox.session
+@nox.parametrize("python", [nox.param(path, id=name) for name, path in _pythons().items()])
 def tests_no_torch(session: nox.Session) -> None:
     """kvcache alone, without torch, on every Python from 3.10 to 3.13 that is here."""
     _install(session, "--no-deps", *_build_wheels(session, ["kvcache"]))
