@@ -86,12 +86,10 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> StepHandle:
         """Starts a plan's work and returns at once (on a CPU: when it is done).
 
-        What a plan names runs in this order: rows, block tables, copies, tokens, samples.
+        What a plan names runs in its own order: copies, rows, block tables, tokens, samples.
         """
         buffers = self._buffers
         inputs = StepInputs.upload(plan, self.model.device)
-        self._sampler.initialise_rows(plan)
-        buffers.apply_table_deltas(inputs)
         if plan.copies:
             copy_blocks(
                 self.kv_cache,
@@ -99,6 +97,8 @@ class ModelRunner:
                 backend=self.model.backend,
                 host_cache=self.host_cache,
             )
+        self._sampler.initialise_rows(plan)
+        buffers.apply_table_deltas(inputs)
         if not plan.num_tokens:
             return StepHandle.of_nothing(self.model.device)
         hidden = self.model(
