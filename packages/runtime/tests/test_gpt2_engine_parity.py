@@ -68,7 +68,7 @@ def forced_logits(model: CausalLM, tokens: list[int]) -> torch.Tensor:
 def compare(model: CausalLM, greedy: Greedy, most_close_calls: float) -> None:
     """Engine tokens and teacher-forced argmax against transformers'."""
     outputs = Harness(model, num_blocks=60).run([prompt for prompt, _, _ in greedy], GREEDY)
-    parted = close = total = 0
+    parted = close = total = agreeing = 0
     for output, (prompt, tokens, reference) in zip(outputs, greedy, strict=True):
         logits = forced_logits(model, prompt + tokens)
         error = (logits - reference).abs().max().item()
@@ -78,12 +78,17 @@ def compare(model: CausalLM, greedy: Greedy, most_close_calls: float) -> None:
         assert bool((margins[differs] < 2 * error).all())
         close += int(differs.sum())
         total += len(differs)
+        agreeing += sum(a == b for a, b in zip(output.token_ids, tokens, strict=True))
         for index, (mine, theirs) in enumerate(zip(output.token_ids, tokens, strict=True)):
             if mine != theirs:  # from here on the two continue different texts
                 assert margins[len(prompt) + index - 1] < 2 * error
                 parted += 1
                 break
-    print(f"{model.kv_cache_spec.kv_dtype}: argmax differs at {close} of {total}, {parted} parted")
+    print(
+        f"{model.kv_cache_spec.kv_dtype}: argmax differs at {close} of {total} positions; running "
+        f"freely {parted} of {len(greedy)} answers part, {agreeing} of {len(greedy) * NEW_TOKENS} "
+        "tokens are equal"
+    )
     assert close <= most_close_calls * total
 
 
