@@ -94,3 +94,17 @@ def test_what_does_not_exist_is_refused() -> None:
     for num_blocks in (0, -1):
         with pytest.raises(ValueError, match="num_blocks"):
             KVCache(KVCacheSpec(2, 3, 16), num_blocks)
+
+
+def test_only_host_memory_can_be_pinned() -> None:
+    with pytest.raises(ValueError, match="pin_memory"):
+        KVCache(KVCacheSpec(2, 3, 16), 2, device="meta", pin_memory=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
+def test_a_pinned_pool_is_pinned_whole(kv_dtype: KVDType) -> None:
+    cache = KVCache(KVCacheSpec(2, 3, 16, 4, kv_dtype), 2, pin_memory=True)
+    assert cache.data.is_pinned()
+    assert cache.scales is None or cache.scales.is_pinned()

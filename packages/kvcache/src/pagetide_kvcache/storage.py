@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pagetide_kvcache.spec import KVCacheSpec
 
@@ -57,24 +58,42 @@ class KVCache:
         scales: float32 `[num_layers, 2, num_blocks, num_kv_heads, block_size]` (last dimension 1
             for `int8-block`), or None when not quantized. A scale of 0 reads as zeros.
 
+    Args:
+        spec: the layout.
+        num_blocks: blocks in the pool, at least 1.
+        device: where the tensors lie.
+        pin_memory: page-lock them, so that copies to and from a GPU need not wait for the host: for
+            the host pool that blocks are swapped to. Needs a GPU, and `device="cpu"`.
+
     Raises:
-        ValueError: `num_blocks` is below 1.
+        ValueError: `num_blocks` is below 1, or `pin_memory` is asked of memory of a device.
     """
 
     def __init__(
-        self, spec: KVCacheSpec, num_blocks: int, *, device: torch.device | str = "cpu"
+        self,
+        spec: KVCacheSpec,
+        num_blocks: int,
+        *,
+        device: torch.device | str = "cpu",
+        pin_memory: bool = False,
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks={num_blocks} must be at least 1")
+        if pin_memory and torch.device(device).type != "cpu":
+            raise ValueError(
+                f"pin_memory=True pins host memory, and device={str(device)!r} is not the host: "
+                'give device="cpu" or leave pin_memory out'
+            )
+        place: dict[str, Any] = {"device": device, "pin_memory": pin_memory}
         self.spec = spec
         self.num_blocks = num_blocks
         self.data = torch.zeros(
-            spec.data_shape(num_blocks), dtype=_TORCH_DTYPES[spec.kv_dtype], device=device
+            spec.data_shape(num_blocks), dtype=_TORCH_DTYPES[spec.kv_dtype], **place
         )
         self.scales: torch.Tensor | None = None
         if spec.is_quantized:
             self.scales = torch.zeros(
-                spec.scale_shape(num_blocks), dtype=torch.float32, device=device
+                spec.scale_shape(num_blocks), dtype=torch.float32, **place
             )
         self._layers = tuple(self._view_layer(index) for index in range(spec.num_layers))
 

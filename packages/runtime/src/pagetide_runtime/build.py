@@ -80,7 +80,9 @@ def build_engine(model: CausalLM, config: EngineConfig, block_manager: BlockMana
         host_blocks = BlockManager(
             config.num_host_blocks, block_manager.block_size, enable_prefix_cache=False
         )
-        host_cache = KVCache(model.kv_cache_spec, config.num_host_blocks, device="cpu")
+        host_cache = KVCache(
+            model.kv_cache_spec, config.num_host_blocks, pin_memory=model.device.type == "cuda"
+        )
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
