@@ -92,9 +92,7 @@ class KVCache:
         )
         self.scales: torch.Tensor | None = None
         if spec.is_quantized:
-            self.scales = torch.zeros(
-                spec.scale_shape(num_blocks), dtype=torch.float32, **place
-            )
+            self.scales = torch.zeros(spec.scale_shape(num_blocks), dtype=torch.float32, **place)
         self._layers = tuple(self._view_layer(index) for index in range(spec.num_layers))
 
     @property
