@@ -29,9 +29,25 @@ def test_pages_that_only_cache_files_count_as_free(
         "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    5000 kB\nBuffers: 7 kB\n"
     )
     monkeypatch.setattr(memory, "_MEMINFO", meminfo)
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
     assert memory.free_memory(CPU) == 5000 * 1024
     meminfo.unlink()
     assert memory.free_memory(CPU) > 0  # no such file: what is free outright
+
+
+def test_a_containers_limit_counts_without_its_cached_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    without = memory.free_memory(CPU)
+    (tmp_path / "memory.max").write_text("90000\n")
+    (tmp_path / "memory.current").write_text("80000\n")
+    (tmp_path / "memory.stat").write_text("anon 70000\ninactive_file 5000\nslab 7\n")
+    assert memory.free_memory(CPU) == 15000
+    (tmp_path / "memory.current").write_text("99000\n")
+    assert memory.free_memory(CPU) == 0
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.free_memory(CPU) > without / 2  # no limit: the machine's own figure
 
 
 def test_the_pool_is_what_was_asked_for_or_what_the_limits_can_use_and_memory_allows(

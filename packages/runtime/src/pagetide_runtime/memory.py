@@ -18,17 +18,24 @@ __all__ = ["free_memory", "plan_num_blocks"]
 # and the model's own activations live in the same memory.
 _DEFAULT_FRACTION: Final = {"cuda": 0.85, "cpu": 0.25}
 _MEMINFO: Final = Path("/proc/meminfo")
+_CGROUP: Final = Path("/sys/fs/cgroup")  # version 2; a container sees its own group as the root
 
 
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be taken on `device`.
 
-    On a CPU the kernel's own estimate, `MemAvailable`: pages that hold only cached files, such as a
-    model that was just read, count as free.
+    On a CPU the kernel's own estimate, `MemAvailable`, or what a container's limit leaves, if that
+    is less: pages that hold only cached files, such as a model that was just read, count as free.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
+    available = _meminfo_available()
+    left = _cgroup_left()
+    return available if left is None else min(available, left)
+
+
+def _meminfo_available() -> int:
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), flags=re.MULTILINE)
     except OSError:
@@ -36,6 +43,18 @@ def free_memory(device: torch.device) -> int:
     if found is not None:
         return int(found[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # cached pages not counted
+
+
+def _cgroup_left() -> int | None:
+    """Bytes below the control group's limit; None: no limit, or none to be read."""
+    try:
+        limit, used, stat = (
+            (_CGROUP / f"memory.{name}").read_text() for name in ("max", "current", "stat")
+        )
+        cached = re.search(r"^inactive_file (\d+)$", stat, flags=re.MULTILINE)
+        return max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0))
+    except (OSError, ValueError):  # no such group, or its limit is the word "max"
+        return None
 
 
 def plan_num_blocks(
