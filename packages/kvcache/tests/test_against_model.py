@@ -220,6 +220,32 @@ class Harness:
         for end in range(self.block_size, num_tokens + 1, self.block_size):
             self.committed.add(numbers[end - 1])
 
+    def commit_next(self, numbers: list[int], most: int) -> None:
+        """One block each: the one that its path asks for, or another if that is not there."""
+        size = self.block_size
+        chosen: dict[Hashable, int] = {}
+        for number in numbers:
+            seq_id = self.pick(number)
+            if seq_id is not None:
+                num_full = self.sequences[seq_id].num_executed // size
+                path = self.manager._sequences[seq_id].path
+                index = min(path.num_blocks, most, num_full - 1)
+                if index >= 0:
+                    chosen[seq_id] = index
+        contents = [
+            self.sequences[seq_id].tokens[index * size : (index + 1) * size].tobytes()
+            for seq_id, index in chosen.items()
+        ]
+        seq_ids = list(chosen)
+        missed = self.manager.commit_next(seq_ids, list(chosen.values()), contents)
+        for position, seq_id in enumerate(seq_ids):
+            sequence, end = self.sequences[seq_id], (chosen[seq_id] + 1) * size
+            if position in missed:
+                self.manager.commit(seq_id, sequence.tokens, end)
+            assert self.manager._sequences[seq_id].path.num_blocks * size >= end
+            numbers = self.content_of(sequence)
+            self.committed.update(numbers[last - 1] for last in range(size, end + 1, size))
+
     def truncate(self, number: int, num_tokens: int) -> None:
         seq_id = self.pick(number)
         if seq_id is None:
@@ -451,6 +477,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def commit(self, number: int, num_tokens: int) -> None:
         self.harness.commit(number, num_tokens)
 
+    @rule(several=st.lists(numbers, max_size=4), most=st.integers(0, 4))
+    def commit_next(self, several: list[int], most: int) -> None:
+        self.harness.commit_next(several, most)
+
     @rule(number=numbers, num_tokens=lengths)
     def truncate(self, number: int, num_tokens: int) -> None:
         self.harness.truncate(number, num_tokens)
@@ -534,8 +564,10 @@ def fuzz(seed: int, num_operations: int) -> None:
             harness.admit(number(), tokens(reach), length, rng.choice((0, 0, 0, 2)), salt)
         elif kind == 1:
             harness.compute(number(), tokens(reach // 2), rng.randint(0, reach))
-        elif kind == 2:
+        elif kind == 2 and rng.random() < 0.5:
             harness.commit(number(), length)
+        elif kind == 2:
+            harness.commit_next([number() for _ in range(3)], rng.randrange(6))
         elif kind == 3:
             harness.truncate(number(), length)
         elif kind == 4:

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from pagetide_kvcache import Admission, BlockManager, OutOfBlocksError
+from pagetide_kvcache import (
+    Admission,
+    BlockManager,
+    BlockRangeError,
+    OutOfBlocksError,
+    UnknownSequenceError,
+)
 
 
 def serve(
@@ -337,3 +343,55 @@ def test_a_path_whose_end_was_evicted_starts_over() -> None:
     manager.allocate_blocks("b", 1)
     assert manager.follow_prefix(tokens, path).num_blocks == 0
     manager.verify()
+
+
+def test_the_next_blocks_of_many_are_committed_at_once() -> None:
+    manager = BlockManager(12, block_size=2)
+    tokens = {"a": [1, 2, 3, 4], "b": [5, 6, 7, 8], "c": [1, 2, 3, 4]}
+    for seq_id in tokens:
+        manager.admit(seq_id, tokens[seq_id], 4)
+    manager.commit("a", tokens["a"], 2)
+
+    def contents(*parts: list[int]) -> list[bytes]:
+        return [array("i", part).tobytes() for part in parts]
+
+    # a goes on, b starts, and c has a block before this one that nobody committed.
+    missed = manager.commit_next(["a", "b", "c"], [1, 0, 1], contents([3, 4], [5, 6], [3, 4]))
+    assert missed == [2]
+    assert manager.match_prefix([1, 2, 3, 4, 0]) == 2
+    assert manager.match_prefix([5, 6, 7, 8, 0]) == 1
+    manager.verify()
+    assert manager.commit_next(["a"], [1], contents([3, 4])) == [0]  # it is committed already
+    assert manager.commit_next([], [], []) == []
+
+
+def test_a_path_whose_end_was_reused_is_not_gone_on_with() -> None:
+    manager = BlockManager(6, block_size=2)
+    tokens = [1, 2, 3, 4]
+    manager.admit("a", tokens[:2], 2)
+    manager.admit("b", tokens, 4)
+    manager.commit("a", tokens, 2)
+    manager.commit("b", tokens, 2)  # b's path goes through a's block
+    manager.free_sequence("a")
+    manager.allocate_blocks("x", 4)  # evicts it
+    assert manager.commit_next(["b"], [1], [array("i", [3, 4]).tobytes()]) == [0]
+    assert manager.match_prefix([*tokens, 0]) == 0
+    manager.verify()
+
+
+def test_committing_the_next_blocks_is_whole_or_not_at_all() -> None:
+    manager = BlockManager(6, block_size=2)
+    manager.admit("a", [1, 2], 2)
+    block = array("i", [1, 2]).tobytes()
+    with pytest.raises(UnknownSequenceError):
+        manager.commit_next(["a", "b"], [0, 0], [block, block])
+    with pytest.raises(BlockRangeError, match="block table"):
+        manager.commit_next(["a"], [1], [block])
+    for contents in ([block[:4]], [block, block], []):
+        with pytest.raises(ValueError, match="contents"):
+            manager.commit_next(["a"], [0], contents)
+    assert manager.match_prefix([1, 2, 3]) == 0
+    without = BlockManager(6, block_size=2, enable_prefix_cache=False)
+    without.admit("a", [1, 2], 2)
+    assert without.commit_next(["a"], [0], [block]) == []
+    assert without.match_prefix([1, 2, 3]) == 0

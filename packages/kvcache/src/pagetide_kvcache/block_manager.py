@@ -16,7 +16,7 @@ from pagetide_kvcache.errors import (
 )
 from pagetide_kvcache.prefix_index import PrefixIndex, PrefixPath
 from pagetide_kvcache.sequence import Admission, SequenceState
-from pagetide_kvcache.tokens import token_bytes
+from pagetide_kvcache.tokens import TOKEN_BYTES, token_bytes
 from pagetide_kvcache.verification import verify_books
 from pagetide_kvcache.views import FreeBlocks, RefCounts, SequenceBlocks
 
@@ -326,7 +326,8 @@ class BlockManager:
         self._check_is_empty(seq_id)
         cached = self._find(tokens, min(len(tokens), num_tokens), salt)
         num_new = self._num_blocks(num_tokens) - len(cached)
-        num_revived = sum(block_id in self._index.unreferenced for block_id in cached)
+        unreferenced = self._index.unreferenced
+        num_revived = len([block_id for block_id in cached if block_id in unreferenced])
         self._require(num_new, num_reserved=num_revived)
 
         self._pool.share(cached)
@@ -371,6 +372,48 @@ class BlockManager:
             path.reset()
         self._index.extend(path, data, block_ids[first:num_full])
 
+    def commit_next(
+        self, seq_ids: Sequence[Hashable], block_indices: Sequence[int], contents: Sequence[bytes]
+    ) -> list[int]:
+        """Makes the next block of each sequence findable: `commit` for many at a block boundary.
+
+        Args:
+            seq_ids: the sequences, none of them twice.
+            block_indices: the block of each that was filled, an index into its block table.
+            contents: the tokens of each of these blocks, as the bytes of int32.
+
+        Returns:
+            Positions in `seq_ids` of the sequences for which more has to be looked at than their
+            last block. Nothing was done for them: `commit` them.
+
+        Raises:
+            UnknownSequenceError: one of them is unknown; nothing was committed.
+            BlockRangeError: one of them has no such block; nothing was committed.
+            ValueError: `contents` are not one whole block a sequence; nothing was committed.
+        """
+        num_bytes = self._block_size * TOKEN_BYTES
+        lengths = [len(content) for content in contents]
+        if lengths != [num_bytes] * len(seq_ids):
+            raise ValueError(
+                f"contents must be {len(seq_ids)} times the {num_bytes} bytes of a block, got "
+                f"lengths {lengths}"
+            )
+        if not self._enable_prefix_cache:
+            return []
+        try:
+            sequences = [self._sequences[seq_id] for seq_id in seq_ids]
+        except KeyError as error:
+            raise UnknownSequenceError(error.args[0]) from None
+        try:
+            ends = zip(sequences, block_indices, strict=True)
+            own_ids = [sequence.block_ids[index] for sequence, index in ends]
+        except IndexError:
+            raise BlockRangeError(
+                f"block_indices={list(block_indices)} go beyond a sequence's block table"
+            ) from None
+        paths = [sequence.path for sequence in sequences]
+        return self._index.extend_each(paths, block_indices, own_ids, contents)
+
     # ---- plans and proof ------------------------------------------------------------------------
 
     def start_plan(self) -> None:
@@ -381,7 +424,9 @@ class BlockManager:
         of one and destination of another. A caller that performs each copy before its next call
         never needs this, and no block is ever held back from it.
         """
-        self._recycle([b for b in self._copies.start() if not self._pool.ref_counts[b]])
+        held = self._copies.start()
+        if held:
+            self._recycle([b for b in held if not self._pool.ref_counts[b]])
 
     def verify(self) -> None:
         """Recounts everything, in O(pool).

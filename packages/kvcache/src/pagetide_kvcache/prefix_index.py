@@ -146,6 +146,43 @@ class PrefixIndex:
         path.block_id = block_id
         path.serial = parent
 
+    def extend_each(
+        self,
+        paths: Sequence[PrefixPath],
+        indices: Sequence[int],
+        block_ids: Sequence[int],
+        contents: Sequence[bytes],
+    ) -> list[int]:
+        """`extend` for many sequences, each by one block: `block_ids[i]`, the one at `indices[i]`
+        of its sequence, with the tokens `contents[i]`.
+
+        Returns the positions of the paths that do not end just before that block, or are not
+        intact; these are left alone.
+        """
+        blocks, keys, serials = self._blocks, self._keys, self._serials
+        others = []
+        position = -1
+        for path, index, own_id, content in zip(paths, indices, block_ids, contents, strict=True):
+            position += 1
+            end, parent = path.block_id, path.serial
+            is_intact = not index or (serials[end] == parent and keys[end] is not None)
+            if path.num_blocks != index or not is_intact:
+                others.append(position)
+                continue
+            key = (parent, content)
+            found = blocks.get(key)
+            if found is None:
+                if keys[own_id] is not None:  # findable below a parent that is gone: it moves here
+                    self.remove(own_id)
+                blocks[key] = found = own_id
+                keys[own_id] = key
+                serials[own_id] = self._next_serial
+                self._next_serial += 1
+            path.num_blocks = index + 1
+            path.block_id = found
+            path.serial = serials[found]
+        return others
+
     def shorten(self, path: PrefixPath, num_blocks: int, block_ids: Sequence[int]) -> None:
         """Ends the path after at most `num_blocks` of the sequence's own `block_ids`.
 
