@@ -71,8 +71,8 @@ MUTANTS = (
     Mutant(
         "open token in the wrong slot",
         "columns",
-        "self.open_tokens[rows, known % self.block_size] = token_ids",
-        "self.open_tokens[rows, (known + 1) % self.block_size] = token_ids",
+        "self._open_slots[rows * size + known % size] = token_ids",
+        "self._open_slots[rows * size + (known + 1) % size] = token_ids",
     ),
     Mutant(
         "last token not kept",
@@ -81,16 +81,22 @@ MUTANTS = (
         "self.last_tokens[rows] = 1",
     ),
     Mutant(
-        "in-flight tokens never counted down",
+        "a sampled token not counted as in flight",
         "columns",
-        "        self.num_inflight_tokens[rows] -= 1\n",
-        "",
+        "self.num_total_tokens[rows] = ends + 1",
+        "self.num_total_tokens[rows] = ends",
+    ),
+    Mutant(
+        "rows taken for held that have changed hands",
+        "columns",
+        "if step_id > self._left_step:",
+        "if step_id >= 0:",
     ),
     Mutant(
         "blocks committed for a request that has left",
         "results",
-        "(columns.commit_at[sequences.rows] <= plan.seq_lens) & are_held",
-        "columns.commit_at[sequences.rows] <= plan.seq_lens",
+        "        is_full &= are_held\n",
+        "        pass\n",
     ),
     Mutant(
         "hits on tokens not computed yet",
@@ -99,16 +105,28 @@ MUTANTS = (
         "commit(request.request_id, request.tokens, len(request.tokens))",
     ),
     Mutant(
+        "a block that is full in part committed without its beginning",
+        "results",
+        "request.tokens[end - columns.block_size :].tobytes() + content[start:]",
+        "content[:start] + content[start:]",
+    ),
+    Mutant(
         "full block overwritten before it is listed",
         "results",
-        "    columns.flush_all(requests, rows)\n",
-        "",
+        "                request.tokens.frombytes(content)\n",
+        "                pass\n",
     ),
     Mutant(
         "planned beyond the limit",
         "budget",
-        "    left[total >= columns.limits[rows]] = 0\n",
+        "    left[to_sample <= 0] = 0\n",
         "",
+    ),
+    Mutant(
+        "thought to decode beyond the limit",
+        "budget",
+        "int(to_sample[to_sample.argmin()]) - 1",
+        "int(to_sample[to_sample.argmin()])",
     ),
     Mutant(
         "wrong chunk offset",
@@ -125,19 +143,19 @@ MUTANTS = (
     Mutant(
         "sampled before the prompt is complete",
         "assembly",
-        "is_last = ends == columns.num_tokens[batch.rows]",
-        "is_last = ends >= columns.num_tokens[batch.rows] - 1",
+        "is_last = end == len(request.tokens)",
+        "is_last = end >= len(request.tokens) - 1",
     ),
     Mutant(
         "token in flight taken from the host",
         "assembly",
-        "inflight_tokens = inflight.nonzero()[0]",
-        "inflight_tokens = inflight.nonzero()[0][:0]",
+        "inflight_tokens = is_inflight.nonzero()[0]",
+        "inflight_tokens = is_inflight.nonzero()[0][:0]",
     ),
     Mutant(
         "new row without its table",
         "entrance",
-        "    draft.change_tables([row] * len(block_ids), list(range(len(block_ids))), block_ids)\n",
+        "    draft.change_tables(repeat(row, len(block_ids)), range(len(block_ids)), block_ids)\n",
         "",
     ),
     Mutant(
@@ -151,6 +169,18 @@ MUTANTS = (
         "running",
         "key=_order) + 1 :]",
         "key=_order) - 1 :]",
+    ),
+    Mutant(
+        "a batch that keeps whoever has left",
+        "running",
+        "            self._batch = self._batch.without(index)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "the head kept when a higher priority comes",
+        "waiting",
+        "if len(self._lanes) > 1:",
+        "if len(self._lanes) > 10:",
     ),
     Mutant(
         "the youngest first",
@@ -174,7 +204,7 @@ MUTANTS = (
     Mutant(
         "a sample's first token not counted as in flight",
         "samples",
-        "    columns.num_inflight_tokens[row] = 1\n",
+        "    columns.num_total_tokens[row] += 1\n",
         "",
     ),
     Mutant(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from pagetide_kvcache import BlockCopy
-from pagetide_scheduler.columns import RunningColumns
+from pagetide_scheduler.columns import RunningColumns, row_of
 from pagetide_scheduler.plan import EMPTY_BATCH, Batch, Int32Column, StepPlan
 from pagetide_scheduler.request import Request
 
@@ -17,8 +19,7 @@ NO_KEYS = np.empty(0, np.uint64)
 NO_KEYS.flags.writeable = False
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The part of a request's known tokens that one step computes."""
 
     request: Request
@@ -35,16 +36,14 @@ class Chunk:
         return self.start + self.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Fork:
+class Fork(NamedTuple):
     """A sample that takes its first token from the logits of another."""
 
     source: Request
     target: Request
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
+class Shares(NamedTuple):
     """Running requests' part of a step.
 
     Attributes:
@@ -96,31 +95,32 @@ class PlanDraft:
         self.decode = self.decode.take(np.flatnonzero(stayed))
         self.chunks = [chunk for chunk in self.chunks if chunk.request.row is not None]
 
-    def change_tables(self, rows: list[int], indices: list[int], blocks: tuple[int, ...]) -> None:
+    def change_tables(
+        self, rows: Iterable[int], indices: Iterable[int], blocks: Iterable[int]
+    ) -> None:
         """Notes `block_tables[row, index] = block` for each triple."""
-        self.table_rows += rows
-        self.table_indices += indices
-        self.table_blocks += blocks
+        self.table_rows.extend(rows)
+        self.table_indices.extend(indices)
+        self.table_blocks.extend(blocks)
 
     def assemble(self, columns: RunningColumns, swap_copies: list[BlockCopy]) -> StepPlan:
         """The plan's columns; counts its tokens as computed and its samples as in flight."""
         # First the decode part: one token a request, and every request samples.
         decode = self.decode
         num_decode = len(decode)
-        positions, inflight = columns.plan_decode(decode, self.step_id)
-        token_ids = columns.last_tokens[decode.rows].astype(np.int32)
-        inflight_tokens = inflight.nonzero()[0]
-        if len(inflight_tokens):
-            token_ids[inflight_tokens] = 0
-        seq_lens = (positions + 1).astype(np.int32)
+        positions, seq_lens, is_inflight = columns.plan_decode(decode.rows, self.step_id)
+        inflight_tokens = is_inflight.nonzero()[0]
+        token_ids = columns.last_tokens[decode.rows]
+        token_ids[inflight_tokens] = 0
+        counting = columns.counting.up_to(num_decode + 1)
         parts = _Parts(
             sequences=decode,
             samples=decode,
-            query_start_loc=np.arange(num_decode + 1, dtype=np.int32),
+            query_start_loc=counting,
             seq_lens=seq_lens,
             token_ids=token_ids,
-            positions=positions.astype(np.int32),
-            sample_tokens=np.arange(num_decode, dtype=np.int32),
+            positions=positions,
+            sample_tokens=counting[:-1],
             sample_positions=seq_lens,
             max_query_len=1 if num_decode else 0,
         )
@@ -128,18 +128,20 @@ class PlanDraft:
             parts.add_chunks(self.chunks, columns, self.step_id)
         if self.forks:
             parts.add_forks(self.forks)
-        rows = parts.sequences.row_column
+        seq_lens = parts.seq_lens
+        rows = parts.sequences.rows.astype(np.int32)
+        is_same = parts.samples is parts.sequences
         return StepPlan(
             step_id=self.step_id,
             rows=rows,
             query_start_loc=parts.query_start_loc,
-            seq_lens=parts.seq_lens,
+            seq_lens=seq_lens,
             token_ids=parts.token_ids,
             positions=parts.positions,
             inflight_tokens=inflight_tokens.astype(np.int32),
-            inflight_rows=decode.row_column[inflight_tokens] if len(inflight_tokens) else EMPTY,
+            inflight_rows=rows[inflight_tokens],
             sample_tokens=parts.sample_tokens,
-            sample_rows=parts.samples.row_column,
+            sample_rows=rows if is_same else parts.samples.rows.astype(np.int32),
             sample_positions=parts.sample_positions,
             new_rows=_column([r.row for r in self.new]),
             new_params=tuple([r.params for r in self.new]),
@@ -150,7 +152,8 @@ class PlanDraft:
             table_blocks=_column(self.table_blocks),
             copies=(*swap_copies, *self.copies),
             max_query_len=parts.max_query_len,
-            max_seq_len=int(parts.seq_lens.max()) if len(rows) else 0,
+            # argmax is several times faster than max on arrays this small.
+            max_seq_len=int(seq_lens[seq_lens.argmax()]) if len(seq_lens) else 0,
             sequences=parts.sequences,
             samples=parts.samples,
         )
@@ -171,30 +174,36 @@ class _Parts:
     max_query_len: int
 
     def add_chunks(self, chunks: list[Chunk], columns: RunningColumns, step_id: int) -> None:
-        num_decode = len(self.token_ids)
-        counts = np.array([chunk.num_tokens for chunk in chunks], np.int32)
-        ends = np.array([chunk.end for chunk in chunks], np.int32)
-        stops = num_decode + np.cumsum(counts, dtype=np.int32)
-        batch = Batch.of(tuple([chunk.request for chunk in chunks]))
-        # Whoever computes its last known token samples the next one.
-        is_last = ends == columns.num_tokens[batch.rows]
-
-        token_ids = [np.array(c.request.tokens[c.start : c.end], np.int32) for c in chunks]
-        positions = [np.arange(c.start, c.end, dtype=np.int32) for c in chunks]
-        self.token_ids = np.concatenate((self.token_ids, *token_ids))
+        stop = len(self.token_ids)
+        counting = columns.counting.up_to(max([chunk.end for chunk in chunks]))
+        known, positions, stops, ends, sampling, sample_tokens = [], [], [], [], [], []
+        for request, start, num_tokens in chunks:
+            end = start + num_tokens
+            stop += num_tokens
+            known.append(request.tokens[start:end].tobytes())
+            positions.append(counting[start:end])
+            stops.append(stop)
+            ends.append(end)
+            # Whoever computes its last known token samples the next one.
+            is_last = end == len(request.tokens)
+            if is_last:
+                sampling.append(request)
+                sample_tokens.append(stop - 1)
+            columns.plan_chunk(row_of(request), end, is_last, step_id)
+        known_ids = np.frombuffer(b"".join(known), np.int32)
+        self.token_ids = np.concatenate((self.token_ids, known_ids))
         self.positions = np.concatenate((self.positions, *positions))
-        self.query_start_loc = np.concatenate((self.query_start_loc, stops))
-        self.seq_lens = np.concatenate((self.seq_lens, ends))
-        self.max_query_len = max(self.max_query_len, int(counts.max()))
-        sampling = is_last.nonzero()[0]
-        self.sample_tokens = np.concatenate((self.sample_tokens, stops[sampling] - 1))
-        self.sample_positions = np.concatenate((self.sample_positions, ends[sampling]))
-        self.samples = self.samples + batch.take(sampling)
-        self.sequences = self.sequences + batch
-
-        columns.num_computed_tokens[batch.rows] = ends
-        columns.num_inflight_tokens[batch.rows] += is_last
-        columns.last_steps[batch.rows] = step_id
+        self.query_start_loc = np.concatenate((self.query_start_loc, _column(stops)))
+        self.seq_lens = np.concatenate((self.seq_lens, _column(ends)))
+        self.max_query_len = max(self.max_query_len, *[chunk.num_tokens for chunk in chunks])
+        self.sequences = self.sequences + Batch.of(tuple([chunk.request for chunk in chunks]))
+        self.sample_tokens = np.concatenate((self.sample_tokens, _column(sample_tokens)))
+        if len(sampling) == len(chunks):
+            self.samples, self.sample_positions = self.sequences, self.seq_lens
+        elif sampling:
+            self.samples = self.samples + Batch.of(tuple(sampling))
+            lengths = _column([len(request.tokens) for request in sampling])
+            self.sample_positions = np.concatenate((self.sample_positions, lengths))
 
     def add_forks(self, forks: list[Fork]) -> None:
         index_of = {id(request): i for i, request in enumerate(self.samples.requests)}

@@ -19,12 +19,12 @@ def take_blocks(state: SchedulerState, request: Request) -> Admission | None:
     blocks, tokens, name = state.blocks, request.tokens, request.request_id
     num_blocks = -(-len(tokens) // blocks.block_size)
     reads_cache = not request.params.prompt_logprobs
-    num_cached = 0
-    if reads_cache:
-        request.prefix_path = blocks.follow_prefix(tokens, request.prefix_path)
-        num_cached = request.prefix_path.num_blocks
     reserve = state.num_watermark_blocks if state.running else 0
-    if num_blocks - num_cached + reserve > blocks.num_available_blocks:
+    num_lacking = num_blocks + reserve - blocks.num_available_blocks
+    if num_lacking > 0 and reads_cache:
+        request.prefix_path = blocks.follow_prefix(tokens, request.prefix_path)
+        num_lacking -= request.prefix_path.num_blocks
+    if num_lacking > 0:
         return None
     try:
         if reads_cache:

@@ -10,18 +10,33 @@ from array import array
 
 import numpy as np
 
-from pagetide_scheduler.plan import Batch, Int32Column, Int64Column, Mask
+from pagetide_scheduler.plan import Int32Column, Int64Column, Mask
 from pagetide_scheduler.request import Request
 
 NEVER = np.iinfo(np.int64).max
+MOST_TOKENS = np.iinfo(np.int32).max
+
+
+class Counting:
+    """0, 1, 2, ...: one array that grows, for the columns that are parts of it. Read-only."""
+
+    def __init__(self) -> None:
+        self._numbers: Int32Column = np.empty(0, np.int32)
+
+    def up_to(self, end: int) -> Int32Column:
+        """The numbers below `end`. int32 [end]"""
+        if end > len(self._numbers):
+            self._numbers = np.arange(2 * end, dtype=np.int32)
+            self._numbers.flags.writeable = False
+        return self._numbers[:end]
 
 
 class RunningColumns:
-    """Counters by row, and the rows that are free.
+    """Counters by row, and the rows that are free. Tokens are counted in int32, steps in int64.
 
     Attributes:
-        num_tokens: Tokens the host knows. int64 [R]
-        num_inflight_tokens: Tokens sampled by steps whose results are not read. int64 [R]
+        num_tokens: Tokens the host knows. [R]
+        num_total_tokens: Those and the ones sampled by steps whose results are not read.
         num_computed_tokens: Tokens whose keys and values every plan so far will have written.
         limits: Most tokens the row's request may have.
         capacities: Tokens its block table has room for.
@@ -31,68 +46,71 @@ class RunningColumns:
         last_steps: The last plan that names the row.
         last_tokens: The last known token.
         is_open_shared: Whether the next token may go to a block that others hold too (a fork).
-        open_tokens: Known tokens of the open block. int32 [R, block_size]
+        open_tokens: Known tokens of the open block, those that the request lists aside.
+            int32 [R, block_size]
+        counting: For columns that count.
         free_rows: Rows without a request; the last one is given next.
     """
 
     def __init__(self, num_rows: int, block_size: int) -> None:
-        def column(fill: int = 0) -> Int64Column:
-            return np.full(num_rows, fill, np.int64)
+        def column() -> Int32Column:
+            return np.zeros(num_rows, np.int32)
 
         self.block_size = block_size
         self.num_tokens = column()
-        self.num_inflight_tokens = column()
+        self.num_total_tokens = column()
         self.num_computed_tokens = column()
         self.limits = column()
         self.capacities = column()
         self.commit_at = column()
         self.event_at = column()
-        self.admitted_steps = column(NEVER)
-        self.last_steps = column()
+        self.admitted_steps = np.full(num_rows, NEVER, np.int64)
+        self.last_steps = np.zeros(num_rows, np.int64)
         self.last_tokens = column()
         self.is_open_shared = np.zeros(num_rows, np.bool_)
         self.open_tokens: Int32Column = np.zeros((num_rows, block_size), np.int32)
+        self._open_slots = self.open_tokens.reshape(-1)  # one index is much faster than two
+        self.counting = Counting()
         self.free_rows = list(range(num_rows - 1, -1, -1))
+        self._left_step = 0  # the last plan that names any request which has left
 
     def enter(self, request: Request, step_id: int, num_computed: int, num_blocks: int) -> int:
         """Gives `request` a free row, its first `num_computed` tokens being in its blocks."""
         row = self.free_rows.pop()
         size = self.block_size
         tokens = request.tokens
-        self.num_tokens[row] = len(tokens)
-        self.num_inflight_tokens[row] = 0
+        self.num_tokens[row] = self.num_total_tokens[row] = len(tokens)
         self.num_computed_tokens[row] = num_computed
-        self.limits[row] = request.limit.num_tokens
-        self.capacities[row] = num_blocks * size
+        limit = min(request.limit.num_tokens, MOST_TOKENS)
+        self.limits[row] = limit
+        self.capacities[row] = min(num_blocks * size, MOST_TOKENS)
         self.commit_at[row] = (num_computed // size + 1) * size
         has_first = request.first_token_time is not None
-        self.event_at[row] = self.limits[row] if has_first else request.num_prompt_tokens + 1
+        self.event_at[row] = limit if has_first else request.num_prompt_tokens + 1
         self.admitted_steps[row] = self.last_steps[row] = step_id
         self.last_tokens[row] = tokens[-1]
         self.is_open_shared[row] = False
-        num_open = len(tokens) % size
-        if num_open:
-            self.open_tokens[row, :num_open] = tokens[-num_open:]
         request.row = row
         return row
 
     def share_open_block(self, *requests: Request) -> None:
         """Notes that running requests hold the same open block: who writes first copies it."""
         for request in requests:
-            self.is_open_shared[_row(request)] = True
+            self.is_open_shared[row_of(request)] = True
 
     def leave(self, request: Request) -> None:
         """Takes the row of `request` away; whatever is in flight for it stays in plan order."""
-        row = _row(request)
+        row = row_of(request)
         self.flush(request)
         request.last_step = int(self.last_steps[row])
+        self._left_step = max(self._left_step, request.last_step)
         self.admitted_steps[row] = NEVER
         self.free_rows.append(row)
         request.row = None
 
     def open_tail(self, request: Request) -> array[int]:
         """The known tokens that `request.tokens` lacks; they all lie in the open block."""
-        row = _row(request)
+        row = row_of(request)
         known, listed = int(self.num_tokens[row]), len(request.tokens)
         if known == listed:
             return array("i")
@@ -106,50 +124,53 @@ class RunningColumns:
         """
         request.tokens.extend(self.open_tail(request))
 
-    def flush_all(self, requests: list[Request], rows: Int64Column) -> None:
-        """`flush` for many: one look at the columns for all of them."""
-        size = self.block_size
-        data = self.open_tokens[rows].tobytes()
-        known_tokens = self.num_tokens[rows].tolist()
-        for index, (request, known) in enumerate(zip(requests, known_tokens, strict=True)):
-            listed = len(request.tokens)
-            if listed < known:
-                origin = index * size - (known - 1) // size * size
-                request.tokens.frombytes(data[(origin + listed) * 4 : (origin + known) * 4])
-
-    def are_held(self, rows: Int64Column, step_id: int) -> Mask:
+    def are_held(self, rows: Int64Column, step_id: int) -> Mask | None:
         """Which of a plan's rows still belong to the request that the plan named. bool [N]
+
+        None if all of them do, which is certain while nobody has left whom it could name.
 
         A row given away since was given by a later plan, and a request that lost its row is not
         admitted again while a plan that names it is in flight.
         """
+        if step_id > self._left_step:
+            return None
         return self.admitted_steps[rows] <= step_id
 
-    def append(self, rows: Int64Column, token_ids: Int32Column) -> Int64Column:
-        """Makes one sampled token a row known; returns the new lengths. int64 [N]"""
+    def append(self, rows: Int64Column, token_ids: Int32Column) -> Int32Column:
+        """Makes one sampled token a row known; returns the new lengths. int32 [N]"""
         known = self.num_tokens[rows]
-        self.open_tokens[rows, known % self.block_size] = token_ids
+        size = self.block_size
+        self._open_slots[rows * size + known % size] = token_ids
         known += 1
         self.num_tokens[rows] = known
-        self.num_inflight_tokens[rows] -= 1
         self.last_tokens[rows] = token_ids
         return known
 
-    def plan_decode(self, batch: Batch, step_id: int) -> tuple[Int64Column, Int64Column]:
-        """Counts one more token of each row as computed and one as in flight.
+    def plan_decode(self, rows: Int64Column, step_id: int) -> tuple[Int32Column, Int32Column, Mask]:
+        """Counts the one token that each row has left as computed, and one more as in flight.
 
-        Returns the position computed and the number that were in flight before. int64 [N] each
+        Returns the position computed, the length then, and whether that token is in flight. [N]
         """
-        rows = batch.rows
-        computed = self.num_computed_tokens[rows]
-        inflight = self.num_inflight_tokens[rows]
-        self.num_computed_tokens[rows] = computed + 1
-        self.num_inflight_tokens[rows] = inflight + 1
+        positions = self.num_computed_tokens[rows]
+        ends = positions + 1
+        self.num_computed_tokens[rows] = ends
+        self.num_total_tokens[rows] = ends + 1
         self.last_steps[rows] = step_id
-        return computed, inflight
+        return positions, ends, positions >= self.num_tokens[rows]
+
+    def plan_chunk(self, row: int, end: int, num_samples: int, step_id: int) -> None:
+        """Counts the tokens before `end` as computed, and `num_samples` more as in flight."""
+        self.num_computed_tokens[row] = end
+        self.num_total_tokens[row] += num_samples
+        self.last_steps[row] = step_id
 
 
-def _row(request: Request) -> int:
+def row_of(request: Request) -> int:
+    """The row of a running request.
+
+    Raises:
+        ValueError: It is not running.
+    """
     if request.row is None:
         raise ValueError(f"request {request.request_id!r} is not running")
     return request.row

@@ -41,7 +41,7 @@ def forecast(state: SchedulerState) -> Forecast:
     """
     columns, batch, config = state.columns, state.running.batch, state.config
     rows = batch.rows
-    total = columns.num_tokens[rows] + columns.num_inflight_tokens[rows]
+    total = columns.num_total_tokens[rows]
     left = total - columns.num_computed_tokens[rows]
     to_sample = columns.limits[rows] - total
     in_flight = len(state.plans)
@@ -85,7 +85,7 @@ def worst_growth(state: SchedulerState, future: Forecast, is_alive: Mask, update
     columns, rows = state.columns, future.batch.rows[is_alive]
     # Those read by then, those in flight then, and the one that is being made: it grows first.
     num_plans = max(0, updates - future.num_in_flight) + future.max_ahead + 1
-    total = columns.num_tokens[rows] + columns.num_inflight_tokens[rows]
+    total = columns.num_total_tokens[rows].astype(np.int64)
     most = np.minimum(columns.limits[rows] - 1, total - 1 + num_plans)
     new_blocks = np.maximum(0, -(-most // columns.block_size) * columns.block_size)
     new_blocks = np.maximum(0, new_blocks - columns.capacities[rows]) // columns.block_size

@@ -24,38 +24,47 @@ class Batch:
     Attributes:
         requests: The requests. [B]
         request_ids: Their ids. [B]
-        rows: Their rows, as numpy wants an index. int64 [B]
-        row_column: The same for a plan. int32 [B], read-only
+        rows: Their rows. int64 [B], as numpy wants an index
     """
 
     requests: tuple[Request, ...]
     request_ids: tuple[str, ...]
     rows: Int64Column
-    row_column: Int32Column
 
     @classmethod
     def of(cls, requests: tuple[Request, ...]) -> Batch:
-        rows = np.array([request.row for request in requests], np.int64)
-        row_column = rows.astype(np.int32)
-        row_column.flags.writeable = False
-        return cls(requests, tuple([r.request_id for r in requests]), rows, row_column)
+        ids = tuple([request.request_id for request in requests])
+        return cls(requests, ids, np.array([request.row for request in requests], np.int64))
 
     def __len__(self) -> int:
         return len(self.requests)
 
     def take(self, indices: Int64Column) -> Batch:
-        """The requests at `indices`, in that order."""
-        chosen = indices.tolist()
+        """The requests at `indices`, which ascend."""
         requests, ids = self.requests, self.request_ids
+        first, count = int(indices[0]) if len(indices) else 0, len(indices)
+        if not count or indices[-1] == first + count - 1:  # all in a row: no look at each
+            part = slice(first, first + count)
+            return Batch(requests[part], ids[part], self.rows[part])
+        chosen = indices.tolist()
         return Batch(
             tuple([requests[i] for i in chosen]),
             tuple([ids[i] for i in chosen]),
             self.rows[indices],
-            self.row_column[indices],
         )
 
-    def without(self, request_ids: Container[str]) -> Batch:
-        """The others, in the same order."""
+    def without(self, index: int) -> Batch:
+        """All but the one at `index`."""
+        after = index + 1
+        requests, ids, rows = self.requests, self.request_ids, self.rows
+        return Batch(
+            requests[:index] + requests[after:],
+            ids[:index] + ids[after:],
+            np.concatenate((rows[:index], rows[after:])),
+        )
+
+    def without_all(self, request_ids: Container[str]) -> Batch:
+        """All but those of these ids."""
         chosen = [i for i, name in enumerate(self.request_ids) if name not in request_ids]
         return self.take(np.array(chosen, np.int64))
 
@@ -66,7 +75,6 @@ class Batch:
             self.requests + other.requests,
             self.request_ids + other.request_ids,
             np.concatenate((self.rows, other.rows)),
-            np.concatenate((self.row_column, other.row_column)),
         )
 
 

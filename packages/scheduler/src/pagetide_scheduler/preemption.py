@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 
 import numpy as np
 
@@ -36,9 +37,9 @@ def grow_tables(state: SchedulerState, draft: PlanDraft, decode: Batch) -> bool:
         block_ids = state.blocks.append_blocks([decode.request_ids[i] for i in indices])
     except OutOfBlocksError:
         return _grow_one_by_one(state, draft, [decode.requests[i] for i in indices])
-    grown = rows[growing]
-    table_indices = positions[growing] // columns.block_size
-    columns.capacities[grown] += columns.block_size
+    grown, starts = rows[growing], positions[growing]
+    table_indices = starts // columns.block_size
+    columns.capacities[grown] = starts + columns.block_size
     draft.change_tables(grown.tolist(), table_indices.tolist(), block_ids)
     return False
 
@@ -70,7 +71,7 @@ def _grow(state: SchedulerState, draft: PlanDraft, request: Request) -> bool:
     changed = blocks.sequence_blocks[request.request_id][first:]
     draft.copies += copies
     keep_apart(state, copies)
-    draft.change_tables([row] * len(changed), list(range(first, first + len(changed))), changed)
+    draft.change_tables(repeat(row, len(changed)), range(first, first + len(changed)), changed)
     columns.capacities[row] = (first + len(changed)) * columns.block_size
     columns.is_open_shared[row] = False
     return True

@@ -140,7 +140,10 @@ class Request:
     @property
     def num_inflight_tokens(self) -> int:
         """Tokens sampled for its row by steps whose results are not read yet."""
-        return 0 if self.row is None else int(self.columns.num_inflight_tokens[self.row])
+        if self.row is None:
+            return 0
+        columns = self.columns
+        return int(columns.num_total_tokens[self.row] - columns.num_tokens[self.row])
 
     @property
     def num_generated_tokens(self) -> int:

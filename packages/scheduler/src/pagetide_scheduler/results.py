@@ -20,6 +20,7 @@ from pagetide_scheduler.request import FinishReason, Request
 from pagetide_scheduler.state import SchedulerState
 from pagetide_scheduler.stop_tokens import StopTokens
 
+TOKEN_BYTES = 4  # int32
 End = Callable[[Request, FinishReason, str | None], RequestOutput]
 
 
@@ -42,31 +43,52 @@ def take_in_order(state: SchedulerState, plan: StepPlan, result: StepResult) -> 
     is_odd = result.num_tokens != 1
     if np.count_nonzero(is_odd):
         is_odd[[error.sample for error in result.errors]] = False
-    if np.count_nonzero(is_odd):
-        raise ValueError("num_tokens must be 1 for every sample: no drafts were planned")
+        if np.count_nonzero(is_odd):
+            raise ValueError("num_tokens must be 1 for every sample: no drafts were planned")
     plans.popleft()
     state.progress.num_updates += 1
 
 
-def commit_full_blocks(state: SchedulerState, plan: StepPlan, are_held: Mask) -> None:
+def commit_full_blocks(state: SchedulerState, plan: StepPlan, are_held: Mask | None) -> None:
     """Makes blocks findable that `plan` filled, for requests that still hold their rows.
 
     Only to the end of what this plan computed: later plans may have computed more, but they have
     not succeeded yet.
     """
     columns, sequences = state.columns, plan.sequences
-    size = columns.block_size
-    is_full = (columns.commit_at[sequences.rows] <= plan.seq_lens) & are_held
+    is_full = columns.commit_at[sequences.rows] <= plan.seq_lens
+    if are_held is not None:
+        is_full &= are_held
     full = is_full.nonzero()[0]
     if not len(full):
         return
-    requests = [sequences.requests[index] for index in full.tolist()]
     rows, ends = sequences.rows[full], plan.seq_lens[full]
-    columns.flush_all(requests, rows)
-    columns.commit_at[rows] = (ends // size + 1) * size
-    commit = state.blocks.commit
-    for request, end in zip(requests, ends.tolist(), strict=True):
-        commit(request.request_id, request.tokens, end)
+    # A request that decodes has filled just its open block, whose tokens are in the columns.
+    columns.commit_at[rows] = ends + columns.block_size
+    in_columns = columns.open_tokens.take(rows, 0).tobytes()
+    num_bytes = columns.block_size * TOKEN_BYTES
+    decoding, names, indices, contents = [], [], [], []
+    requests = [sequences.requests[index] for index in full.tolist()]
+    for place, (request, end) in enumerate(zip(requests, ends.tolist(), strict=True)):
+        num_missing = end - len(request.tokens)
+        if num_missing > 0:
+            content = in_columns[place * num_bytes : (place + 1) * num_bytes]
+            if num_missing < columns.block_size:  # the rest came with the request
+                start = num_bytes - num_missing * TOKEN_BYTES
+                content = request.tokens[end - columns.block_size :].tobytes() + content[start:]
+                request.tokens.frombytes(content[start:])
+            else:
+                request.tokens.frombytes(content)
+            decoding.append(request)
+            names.append(request.request_id)
+            indices.append(end // columns.block_size - 1)
+            contents.append(content)
+        else:  # it computed tokens that it came with
+            columns.commit_at[rows[place]] = (end // columns.block_size + 1) * columns.block_size
+            state.blocks.commit(request.request_id, request.tokens, end)
+    for missed in state.blocks.commit_next(names, indices, contents):
+        request = decoding[missed]
+        state.blocks.commit(names[missed], request.tokens, len(request.tokens))
 
 
 class ResultReader:
@@ -91,13 +113,15 @@ class ResultReader:
         self._clock = clock
         self._end = end
 
-    def append(self, samples: Batch, result: StepResult, are_held: Mask) -> StepOutput:
+    def append(self, samples: Batch, result: StepResult, are_held: Mask | None) -> StepOutput:
         """Appends a token to each of `samples`, whatever has become of it meanwhile."""
         token_ids = result.token_ids[:, 0]
-        if np.count_nonzero(are_held) == len(are_held) and not result.errors:
-            finished = self._append_running(samples, token_ids)
-            return StepOutput(samples.request_ids, token_ids, finished)
-        return self._append_mixed(samples, result, are_held)
+        if result.errors or (are_held is not None and not are_held.all()):
+            if are_held is None:
+                are_held = np.ones(len(samples), np.bool_)
+            return self._append_mixed(samples, result, are_held)
+        finished = self._append_running(samples, token_ids)
+        return StepOutput(samples.request_ids, token_ids, finished)
 
     def _append_running(self, samples: Batch, token_ids: Int32Column) -> tuple[RequestOutput, ...]:
         """All of them run: one look at the columns finds those with an event."""

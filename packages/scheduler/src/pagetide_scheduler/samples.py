@@ -8,6 +8,8 @@ to the open block first copies it. From there on they are requests like any othe
 
 from __future__ import annotations
 
+from itertools import repeat
+
 from pagetide_scheduler.assembly import Fork, PlanDraft
 from pagetide_scheduler.leaving import forget_blocks, release
 from pagetide_scheduler.request import Request
@@ -66,7 +68,7 @@ def _fork(state: SchedulerState, draft: PlanDraft, leader: Request, follower: Re
     blocks.fork(leader.request_id, follower.request_id, num_tokens)
     table = blocks.sequence_blocks[follower.request_id]
     row = columns.enter(follower, draft.step_id, num_tokens, len(table))
-    columns.num_inflight_tokens[row] = 1
+    columns.num_total_tokens[row] += 1
     if num_tokens % columns.block_size:
         columns.share_open_block(leader, follower)
     state.running.add(follower)
@@ -74,4 +76,4 @@ def _fork(state: SchedulerState, draft: PlanDraft, leader: Request, follower: Re
     follower.num_cached_tokens = num_tokens
     draft.new.append(follower)
     draft.forks.append(Fork(leader, follower))
-    draft.change_tables([row] * len(table), list(range(len(table))), table)
+    draft.change_tables(repeat(row, len(table)), range(len(table)), table)

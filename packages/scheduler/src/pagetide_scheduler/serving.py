@@ -16,8 +16,9 @@ def serve_running(
     """Plans the running requests of `batch`; returns whether anybody had to leave for them."""
     backfills = policy.backfills
     if backfills:
-        batch = batch.without(backfills)
-    draft.take(share_budget(state.columns, batch, draft.budget, state.config.chunk_limit))
+        batch = batch.without_all(backfills)
+    limit = state.config.chunk_limit
+    draft.take(share_budget(state.columns, batch, draft.budget, limit, state.steady))
     if backfills:
         draft.take(share_backfill(state.columns, backfills.values(), draft.budget))
     has_preempted = grow_tables(state, draft, draft.decode)

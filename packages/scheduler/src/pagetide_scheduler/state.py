@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from pagetide_kvcache import BlockCopy, BlockManager
+from pagetide_scheduler.budget import Steadiness
 from pagetide_scheduler.columns import RunningColumns
 from pagetide_scheduler.config import SchedulerConfig
 from pagetide_scheduler.plan import StepPlan
@@ -39,6 +40,7 @@ class SchedulerState:
         waiting: All others, but for samples that follow another.
         host_blocks: The pool that swapped requests' blocks go to, if there is one.
         swap_copies: Copies out to it and in from it that the next plan performs.
+        steady: How long all running requests decode for sure.
         leaders: Running requests that compute a prompt for others too.
         plans: Plans in flight, oldest first.
     """
@@ -54,6 +56,7 @@ class SchedulerState:
     progress: Progress
     host_blocks: BlockManager | None
     swap_copies: list[BlockCopy]
+    steady: Steadiness = field(default_factory=Steadiness)
 
     @property
     def num_watermark_blocks(self) -> int:
@@ -67,6 +70,8 @@ class SchedulerState:
     @property
     def num_followers(self) -> int:
         """Rows that are kept for samples of prompts that are being computed."""
+        if not self.leaders:
+            return 0
         return sum(len(leader.followers) for leader in self.leaders.values())
 
     def is_in_flight(self, request: Request) -> bool:

@@ -27,6 +27,7 @@ class WaitingQueue:
         self._returning: list[Request] = []
         self._lanes: dict[int, OrderedDict[int, Request]] = {}
         self._num_new = 0
+        self._head: Request | None = None
 
     def __len__(self) -> int:
         return len(self._returning) + self._num_new
@@ -35,9 +36,7 @@ class WaitingQueue:
         """In the order of admission; the queue must not change meanwhile."""
         yield from self._returning
         lanes = [lane.values() for lane in self._lanes.values()]
-        yield from (
-            heapq.merge(*lanes, key=_order) if len(lanes) > 1 else (lanes[0] if lanes else ())
-        )
+        yield from lanes[0] if len(lanes) == 1 else heapq.merge(*lanes, key=_order)
 
     @property
     def returning(self) -> tuple[Request, ...]:
@@ -46,12 +45,20 @@ class WaitingQueue:
 
     @property
     def head(self) -> Request | None:
-        """The request at the front."""
-        return next(iter(self), None)
+        """The request at the front: found once and kept, since every step asks for it."""
+        if self._head is None and len(self):
+            self._head = self._find_head()
+        return self._head
+
+    def _find_head(self) -> Request:
+        if self._returning:
+            return self._returning[0]
+        heads = [next(iter(lane.values())) for lane in self._lanes.values()]
+        return min(heads, key=_order) if len(heads) > 1 else heads[0]
 
     def at(self, index: int) -> Request | None:
         """The request that `index` others stand before; costs O(index)."""
-        return next(islice(self, index, None), None)
+        return next(islice(self, index, None), None) if index else self.head
 
     def first(self, count: int) -> list[Request]:
         """The `count` requests at the front, or all if there are fewer."""
@@ -61,13 +68,17 @@ class WaitingQueue:
         """Takes a new request, which must be the latest of its priority."""
         self._lanes.setdefault(request.priority, OrderedDict())[request.queue_key] = request
         self._num_new += 1
+        if len(self._lanes) > 1:
+            self._head = None  # it may be of a higher priority
 
     def add_returning(self, request: Request) -> None:
         """Takes a request back that has run."""
         insort(self._returning, request, key=_order)
+        self._head = None
 
     def replace(self, request: Request, successor: Request) -> None:
         """Puts `successor` in the place of a request that waits."""
+        self._head = None
         successor.queue_key = request.queue_key
         lane = self._lanes.get(request.priority)
         if lane is not None and request.queue_key in lane:
@@ -78,6 +89,8 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Removes a request that waits."""
+        if request is self._head:
+            self._head = None
         lane = self._lanes.get(request.priority)
         if lane is not None and lane.pop(request.queue_key, None) is not None:
             self._num_new -= 1
