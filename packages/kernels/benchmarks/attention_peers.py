@@ -8,6 +8,7 @@ num_kv_heads, head_dim]; the content is ours, permuted.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ class Case:
     batch: int
     query_len: int = 1
     is_ragged: bool = False
+    is_warm: bool = False
 
     @property
     def scale(self) -> float:
@@ -44,7 +46,8 @@ class Case:
         ragged = "ragged " if self.is_ragged else ""
         heads = f"{self.num_heads}/{self.num_kv_heads}x{self.head_dim}"
         queries = "" if self.is_decode else f" q{self.query_len}"
-        return f"{self.name} {heads} {ragged}{self.context} x {self.batch}{queries}"
+        warm = " warm" if self.is_warm else ""
+        return f"{self.name} {heads} {ragged}{self.context} x {self.batch}{queries}{warm}"
 
 
 @dataclass(frozen=True)
@@ -244,6 +247,21 @@ def flashinfer(case: Case, problems: list[Problem]) -> list[Call]:
     return [make(problem) for problem in problems]
 
 
+def compile_flashinfer(num_heads: int, num_kv_heads: int, head_dim: int, query_len: int) -> None:
+    """Has FlashInfer compile and keep what it needs for such heads, on a step of one sequence."""
+    half = {"dtype": torch.float16, "device": "cuda"}
+    case = Case("", num_heads, num_kv_heads, head_dim, 32, 1, query_len)
+    cache = torch.randn(2, 2, num_kv_heads, BLOCK_SIZE, head_dim, **half)
+    int32 = {"dtype": torch.int32, "device": "cuda"}
+    problem = Problem(
+        q=torch.randn(query_len, num_heads, head_dim, **half), k=cache[0], v=cache[1],
+        table=torch.tensor([[0, 1]], **int32), lens=torch.tensor([32], **int32),
+        starts=torch.tensor([0, query_len], **int32),
+    )  # fmt: skip
+    flashinfer(case, [problem])[0]()
+    torch.cuda.synchronize()
+
+
 PEERS: dict[str, Callable[[Case, list[Problem]], list[Call]]] = {
     "torch-sdpa": torch_sdpa,
     "vllm-fa3": vllm_fa3,
@@ -251,3 +269,6 @@ PEERS: dict[str, Callable[[Case, list[Problem]], list[Call]]] = {
     "vllm-cuda-paged": vllm_cuda_paged,
     "flashinfer": flashinfer,
 }
+
+if __name__ == "__main__":
+    compile_flashinfer(*map(int, sys.argv[1:]))

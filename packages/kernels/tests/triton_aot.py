@@ -51,7 +51,7 @@ class Job:
     head_dim: int
     dtypes: tuple[torch.dtype, str]
     block_size: int = 16
-    has_options: bool = False  # window, soft cap and unequal strides
+    has_options: bool = False  # window, soft cap, unequal and odd strides
 
     @property
     def shape(self) -> AttentionShape:
@@ -78,6 +78,8 @@ def jobs(architectures: tuple[int, ...]) -> list[Job]:
                 for job in (
                     Job(kernel, card, (8, 1), 256, (torch.bfloat16, "bfloat16")),
                     Job(kernel, card, (64, 1), 128, (torch.float16, "int8")),
+                    Job(kernel, card, (8, 1), 80, (torch.bfloat16, "int8")),
+                    Job(kernel, card, (9, 3), 64, (torch.float16, "int8"), has_options=True),
                     Job(kernel, card, (9, 3), 64, (torch.float32, "float32")),
                     Job(kernel, card, (9, 3), 40, half, block_size=64, has_options=True),
                 )
@@ -92,10 +94,13 @@ def compile_job(job: Job) -> dict[str, Any]:
     tuning = tuning_for(shape, card)
     query, dtype = DTYPES[shape.query_dtype]
     kv = KV_DTYPES[shape.kv_dtype]
+    is_paired = shape.is_quantized and not job.has_options
+    cache = "*i16" if is_paired and job.kernel in ("decode", "prefill") else f"*{kv}"
     scales = "*fp32" if shape.is_quantized else f"*{kv}"
     attention = {
         "GROUP_SIZE": shape.group_size, "HEAD_DIM": shape.head_dim, "DIM": tuning.dim,
         "BLOCK_SIZE": shape.block_size, "DTYPE": dtype, "IS_QUANTIZED": shape.is_quantized,
+        "IS_PAIRED": is_paired,
         "SAME_STRIDES": not job.has_options, "HAS_WINDOW": job.has_options,
         "HAS_SOFT_CAP": job.has_options,
     }  # fmt: skip
@@ -107,10 +112,9 @@ def compile_job(job: Job) -> dict[str, Any]:
             decode_kernel,
             {
                 **attention, "NUM_KV_HEADS": shape.num_kv_heads, "TILE": tuning.tile,
-                "LEAVES": tuning.leaves, "MIN_LEAF_TILES": tuning.min_leaf_tiles,
                 "ROWS": tuning.decode_rows, "STATE_ROWS": shape.group_size,
                 "MERGE_ROWS": triton.next_power_of_2(shape.group_size),
-                "STAGES": tuning.decode_stages,
+                "STAGES": tuning.decode_stages, "OVERLAPS": tuning.overlaps,
             },
             tuning.decode_warps,
         ),
@@ -124,13 +128,7 @@ def compile_job(job: Job) -> dict[str, Any]:
         ),
         "work_list": (
             work_list._work_list_kernel,
-            {
-                "SEQS": 256, "CHUNK": 64, "NUM_KV_HEADS": shape.num_kv_heads,
-                "GROUP_SIZE": shape.group_size, "DECODE_ROWS": tuning.decode_rows,
-                "TILE": tuning.tile, "LEAVES": tuning.leaves,
-                "MIN_LEAF_TILES": tuning.min_leaf_tiles,
-                "PREFILL_TOKENS": tuning.prefill_rows // shape.group_size,
-            },
+            {"SEQS": 256, "CHUNK": 64},
             8,
         ),
         "store": (
@@ -146,7 +144,7 @@ def compile_job(job: Job) -> dict[str, Any]:
     }[job.kernel]  # fmt: skip
     pointers = {
         "out": f"*{query}", "q": f"*{query}", "k": f"*{query}", "v": f"*{query}",
-        "k_cache": f"*{kv}", "v_cache": f"*{kv}", "k_scales": scales, "v_scales": scales,
+        "k_cache": cache, "v_cache": cache, "k_scales": scales, "v_scales": scales,
         "states": "*fp32", "sums": "*fp32", "slot_mapping": "*i64", "pairs": "*i64",
         **dict.fromkeys(
             ("items", "query_start_loc", "seq_lens", "block_tables", "rows", "arrivals",

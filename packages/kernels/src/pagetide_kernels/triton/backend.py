@@ -46,6 +46,11 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
+def _has_pairs(cache: Tensor) -> bool:
+    """Whether an INT8 cache can be read two values at a time."""
+    return not any(n % 2 for n in (cache.storage_offset(), *cache.stride()[:3]))
+
+
 class TritonBackend(AttentionBackend):
     """Triton kernels for NVIDIA GPUs from compute capability 8.0."""
 
@@ -119,6 +124,9 @@ class TritonBackend(AttentionBackend):
         tuning = tuning_for(shape, _capability(q.device))
         k_scales_, v_scales_ = (k_cache if s is None else s for s in (k_scales, v_scales))
         scale_strides = (0, 0, 0) if k_scales is None else k_scales.stride()
+        is_paired = shape.is_quantized and all(map(_has_pairs, (k_cache, v_cache)))
+        if is_paired:
+            k_cache, v_cache = k_cache.view(torch.int16), v_cache.view(torch.int16)
         common = (
             scale, 1.0 if soft_cap is None else soft_cap, 0 if window is None else window,
             out.stride(0), out.stride(1), q.stride(0), q.stride(1),
@@ -132,20 +140,21 @@ class TritonBackend(AttentionBackend):
             "BLOCK_SIZE": shape.block_size,
             "DTYPE": _DTYPES[shape.query_dtype],
             "IS_QUANTIZED": shape.is_quantized,
+            "IS_PAIRED": is_paired,
             "SAME_STRIDES": k_cache.stride() == v_cache.stride(),
             "HAS_WINDOW": window is not None,
             "HAS_SOFT_CAP": soft_cap is not None,
         }
         decode_kernel[(shape.num_kv_heads, work.decode_items.shape[0])](
             out, q, k_cache, v_cache, k_scales_, v_scales_,
-            work.decode_items, metadata.query_start_loc, metadata.block_tables, metadata.rows,
-            work.states, work.sums, work.arrivals, metadata.num_seqs, metadata.num_tokens,
+            work.decode_items, metadata.block_tables, work.states, work.sums, work.arrivals,
+            metadata.num_tokens,
             *common,
-            NUM_KV_HEADS=shape.num_kv_heads, TILE=tuning.tile, LEAVES=tuning.leaves,
-            MIN_LEAF_TILES=tuning.min_leaf_tiles, ROWS=tuning.decode_rows,
+            NUM_KV_HEADS=shape.num_kv_heads, TILE=tuning.tile, ROWS=tuning.decode_rows,
             STATE_ROWS=work.state_rows, MERGE_ROWS=triton.next_power_of_2(work.state_rows),
             STAGES=tuning.decode_stages, num_warps=tuning.decode_warps,
-            maxnreg=tuning.decode_registers, **constants,
+            maxnreg=tuning.decode_registers, OVERLAPS=tuning.overlaps,
+            launch_pdl=tuning.overlaps, **constants,
         )  # fmt: skip
         if work.prefill_items.shape[0]:
             prefill_kernel[(shape.num_kv_heads, work.prefill_items.shape[0])](

@@ -19,25 +19,26 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagetide_kernels.triton.softmax_state import accumulate, merge, new_state
-from pagetide_kernels.triton.tiles import narrow
+from pagetide_kernels.triton.tiles import narrow, query_parts, tile_blocks, whole
 
 __all__ = ["ITEM_FIELDS", "decode_kernel"]
 
-# An item: sequence (-1: none), first leaf, leaves a run, items of its sequence, first state of its
-# sequence, keys, first query token, query tokens.
-ITEM_FIELDS = tl.constexpr(8)
+# An item: sequence (-1: none), first leaf, end of its tiles, tiles a leaf; of the sequence: items,
+# first state, keys, first query token, query tokens, row of the block table; and the step's tokens.
+ITEM_FIELDS = tl.constexpr(11)
 # States that the merge loads at once: enough to hide most of a trip to L2.
 _MERGED_AT_ONCE = tl.constexpr(4)
 
 
 @triton.jit
-def tiles_a_leaf(num_tiles, LEAVES: tl.constexpr, MIN_LEAF_TILES: tl.constexpr):
-    """Tiles in each leaf of a sequence of `num_tiles`: a power of two times `MIN_LEAF_TILES`."""
-    length = tl.full(num_tiles.shape, MIN_LEAF_TILES, tl.int32)
+def tiles_a_leaf(num_tiles, most_leaves, min_leaf_tiles):
+    """Tiles in each leaf of a sequence of `num_tiles`: a power of two times `min_leaf_tiles`."""
+    length = tl.zeros_like(num_tiles) + min_leaf_tiles
     for _ in tl.static_range(24):  # up to 2^24 tiles a leaf
-        length = tl.where(length * LEAVES < num_tiles, length * 2, length)
+        length = tl.where(length * most_leaves < num_tiles, length * 2, length)
     return length
 
 
@@ -116,40 +117,52 @@ def _write_output(
     )
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "window", "table_stride"])
+@triton.jit(do_not_specialize=["num_tokens", "window", "table_stride"])
 def decode_kernel(
     out, q, k_cache, v_cache, k_scales, v_scales,
-    items, query_start_loc, block_tables, rows, states, sums, arrivals,
-    num_seqs, num_tokens, scale, soft_cap, window,
+    items, block_tables, states, sums, arrivals,
+    num_tokens, scale, soft_cap, window,
     out_token_stride, out_head_stride, q_token_stride, q_head_stride,
     k_block_stride, k_head_stride, k_slot_stride,
     v_block_stride, v_head_stride, v_slot_stride,
     scale_block_stride, scale_head_stride, scale_slot_stride,
     table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, LEAVES: tl.constexpr,
-    MIN_LEAF_TILES: tl.constexpr, ROWS: tl.constexpr, STATE_ROWS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, STATE_ROWS: tl.constexpr,
     MERGE_ROWS: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
-    IS_QUANTIZED: tl.constexpr, SAME_STRIDES: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
+    IS_QUANTIZED: tl.constexpr, IS_PAIRED: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One item of the work list for one KV head; grid (num_kv_heads, items)."""
+    if OVERLAPS:
+        # The launch before this one may still run, and the next may begin: nothing may be read or
+        # written ahead of the wait.
+        gdc_wait()
+        gdc_launch_dependents()
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * ITEM_FIELDS
     sequence = tl.load(item)
     first_leaf = tl.load(item + 1)
-    leaves_a_run = tl.load(item + 2)
-    num_items = tl.load(item + 3)
-    first_state = tl.load(item + 4)
-    seq_len = tl.load(item + 5)
-    first_token = tl.load(item + 6)
-    query_len = tl.load(item + 7)
+    end_tile = tl.load(item + 2)
+    leaf_tiles = tl.load(item + 3)
+    num_items = tl.load(item + 4)
+    first_state = tl.load(item + 5)
+    seq_len = tl.load(item + 6)
+    first_token = tl.load(item + 7)
+    query_len = tl.load(item + 8)
+    table_row = tl.load(item + 9)
+    end_token = tl.load(item + 10)
     _zero_padding(
-        out, tl.load(query_start_loc + num_seqs), num_tokens, kv_head,
-        out_token_stride, out_head_stride, GROUP_SIZE, HEAD_DIM, ROWS, DIM,
+        out, end_token, num_tokens, kv_head, out_token_stride, out_head_stride,
+        GROUP_SIZE, HEAD_DIM, ROWS, DIM,
     )  # fmt: skip
     if sequence < 0:
         return
+
+    # The first blocks are asked for before the queries: both trips to memory in the time of one.
+    table = block_tables + table_row.to(tl.int64) * table_stride
+    blocks = tile_blocks(table, first_leaf * leaf_tiles, seq_len, TILE, BLOCK_SIZE)
 
     # Rows: query token j, head h of the group, at row j * GROUP_SIZE + h.
     row = tl.arange(0, ROWS)
@@ -163,52 +176,37 @@ def decode_kernel(
         mask=is_row[:, None] & (dims[None, :] < HEAD_DIM),
         other=0.0,
     )
-    table = block_tables + tl.load(rows + sequence).to(tl.int64) * table_stride
+    q_parts = query_parts(q_tile, DTYPE, IS_PAIRED)
     k_head = k_cache + kv_head.to(tl.int64) * k_head_stride
     v_head = v_cache + kv_head.to(tl.int64) * v_head_stride
     k_scale_head = k_scales + kv_head.to(tl.int64) * scale_head_stride
     v_scale_head = v_scales + kv_head.to(tl.int64) * scale_head_stride
     num_tiles = tl.cdiv(seq_len, TILE)
-    leaf_tiles = tiles_a_leaf(num_tiles, LEAVES, MIN_LEAF_TILES)
-    num_leaves = tl.cdiv(num_tiles, leaf_tiles)
-    is_whole = num_items == 1
+    is_one_leaf = num_tiles <= leaf_tiles
     state = first_state * NUM_KV_HEADS + kv_head  # of the sequence's first leaf
 
-    total_m, total_l, total_acc = new_state(ROWS, DIM)
-    for leaf in range(first_leaf, tl.minimum(first_leaf + leaves_a_run, num_leaves)):
-        m, l, acc = new_state(ROWS, DIM)
-        first_tile = leaf * leaf_tiles
-        end_tile = tl.minimum(first_tile + leaf_tiles, num_tiles)
-        masked_from = tl.maximum(
-            tl.minimum(end_tile, (seq_len - query_len + 1) // TILE), first_tile
-        )
-        if HAS_WINDOW:
-            masked_from = first_tile
-        for tile in tl.range(first_tile, masked_from, num_stages=STAGES):
-            m, l, acc = accumulate(
-                m, l, acc, q_tile, k_head, v_head, k_scale_head, v_scale_head, table, tile,
-                positions, seq_len, scale, soft_cap, window, k_block_stride, k_slot_stride,
-                v_block_stride, v_slot_stride, scale_block_stride, scale_slot_stride,
-                HEAD_DIM, DIM, BLOCK_SIZE, TILE, DTYPE, IS_QUANTIZED, SAME_STRIDES, HAS_WINDOW,
-                HAS_SOFT_CAP, False,
-            )  # fmt: skip
-        for tile in tl.range(masked_from, end_tile):
-            m, l, acc = accumulate(
-                m, l, acc, q_tile, k_head, v_head, k_scale_head, v_scale_head, table, tile,
-                positions, seq_len, scale, soft_cap, window, k_block_stride, k_slot_stride,
-                v_block_stride, v_slot_stride, scale_block_stride, scale_slot_stride,
-                HEAD_DIM, DIM, BLOCK_SIZE, TILE, DTYPE, IS_QUANTIZED, SAME_STRIDES, HAS_WINDOW,
-                HAS_SOFT_CAP, True,
-            )  # fmt: skip
-        if is_whole:
-            total_m, total_l, total_acc = merge(total_m, total_l, total_acc, m, l, acc)
-        else:
+    # One loop over all tiles of the run, so that loads stay in flight from leaf to leaf.
+    leaf_state = state + first_leaf * NUM_KV_HEADS
+    m, l, acc = new_state(ROWS, DIM, IS_PAIRED)
+    for tile in tl.range(first_leaf * leaf_tiles, end_tile, num_stages=STAGES):
+        m, l, acc = accumulate(
+            m, l, acc, q_parts, k_head, v_head, k_scale_head, v_scale_head, blocks, tile,
+            positions, seq_len, scale, soft_cap, window, k_block_stride, k_slot_stride,
+            v_block_stride, v_slot_stride, scale_block_stride, scale_slot_stride,
+            HEAD_DIM, DIM, BLOCK_SIZE, TILE, DTYPE, IS_QUANTIZED, IS_PAIRED, SAME_STRIDES,
+            HAS_WINDOW, HAS_SOFT_CAP, True,
+        )  # fmt: skip
+        blocks = tile_blocks(table, tile + 1, seq_len, TILE, BLOCK_SIZE)
+        ends_leaf = ((tile + 1) % leaf_tiles == 0) | (tile + 1 == num_tiles)
+        if ends_leaf & (not is_one_leaf):
             _store_state(
-                states, sums, state + leaf * NUM_KV_HEADS, m, l, acc, is_row, DIM, STATE_ROWS
+                states, sums, leaf_state, m, l, whole(acc, IS_PAIRED), is_row, DIM, STATE_ROWS
             )
-    if is_whole:
+            leaf_state += NUM_KV_HEADS
+            m, l, acc = new_state(ROWS, DIM, IS_PAIRED)
+    if is_one_leaf:
         _write_output(
-            out, total_m, total_l, total_acc, first_token, query_len, kv_head,
+            out, m, l, whole(acc, IS_PAIRED), first_token, query_len, kv_head,
             out_token_stride, out_head_stride, GROUP_SIZE, HEAD_DIM,
         )  # fmt: skip
         return
@@ -219,7 +217,9 @@ def decode_kernel(
     if tl.atomic_add(arrival, 1, sem="acq_rel") < num_items - 1:
         return
     tl.store(arrival, 0)  # the next layer counts from zero
-    all_m, all_l, all_acc = new_state(MERGE_ROWS, DIM)
+    num_leaves = tl.cdiv(num_tiles, leaf_tiles)
+    all_m, all_l, empty = new_state(MERGE_ROWS, DIM, False)
+    all_acc = empty[0]
     for base in tl.range(0, num_leaves, _MERGED_AT_ONCE):
         loaded = ()
         for i in tl.static_range(_MERGED_AT_ONCE):
@@ -231,7 +231,7 @@ def decode_kernel(
             )  # fmt: skip
         for i in tl.static_range(_MERGED_AT_ONCE):
             all_m, all_l, all_acc = merge(
-                all_m, all_l, all_acc, loaded[i][0], loaded[i][1], loaded[i][2]
+                all_m, all_l, all_acc, loaded[i][0], loaded[i][1], loaded[i][2], DTYPE
             )
     _write_output(
         out, all_m, all_l, all_acc, first_token, query_len, kv_head,

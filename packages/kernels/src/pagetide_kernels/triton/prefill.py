@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from pagetide_kernels.triton.softmax_state import accumulate, new_state
-from pagetide_kernels.triton.tiles import narrow
+from pagetide_kernels.triton.tiles import narrow, query_parts, tile_blocks, whole
 
 __all__ = ["ITEM_FIELDS", "prefill_kernel"]
 
@@ -34,7 +34,7 @@ def prefill_kernel(
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, IS_QUANTIZED: tl.constexpr,
-    SAME_STRIDES: tl.constexpr,
+    IS_PAIRED: tl.constexpr, SAME_STRIDES: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """One item of the work list for one KV head; grid (num_kv_heads, items)."""
@@ -64,6 +64,7 @@ def prefill_kernel(
         mask=is_element,
         other=0.0,
     )
+    q_parts = query_parts(q_tile, DTYPE, IS_PAIRED)
     table = block_tables + tl.load(rows + sequence).to(tl.int64) * table_stride
     k_head = k_cache + kv_head.to(tl.int64) * k_head_stride
     v_head = v_cache + kv_head.to(tl.int64) * v_head_stride
@@ -79,24 +80,27 @@ def prefill_kernel(
         first_tile = tl.maximum(first_position - window + 1, 0) // TILE
         masked_from = first_tile
 
-    m, l, acc = new_state(ROWS, DIM)
+    m, l, acc = new_state(ROWS, DIM, IS_PAIRED)
+    blocks = tile_blocks(table, first_tile, seq_len, TILE, BLOCK_SIZE)
     for tile in tl.range(first_tile, masked_from, num_stages=STAGES):
         m, l, acc = accumulate(
-            m, l, acc, q_tile, k_head, v_head, k_scale_head, v_scale_head, table, tile,
+            m, l, acc, q_parts, k_head, v_head, k_scale_head, v_scale_head, blocks, tile,
             positions, seq_len, scale, soft_cap, window, k_block_stride, k_slot_stride,
             v_block_stride, v_slot_stride, scale_block_stride, scale_slot_stride,
-            HEAD_DIM, DIM, BLOCK_SIZE, TILE, DTYPE, IS_QUANTIZED, SAME_STRIDES, HAS_WINDOW,
-            HAS_SOFT_CAP, False,
+            HEAD_DIM, DIM, BLOCK_SIZE, TILE, DTYPE, IS_QUANTIZED, IS_PAIRED, SAME_STRIDES,
+            HAS_WINDOW, HAS_SOFT_CAP, False,
         )  # fmt: skip
+        blocks = tile_blocks(table, tile + 1, seq_len, TILE, BLOCK_SIZE)
     for tile in tl.range(masked_from, end_tile, num_stages=STAGES):
         m, l, acc = accumulate(
-            m, l, acc, q_tile, k_head, v_head, k_scale_head, v_scale_head, table, tile,
+            m, l, acc, q_parts, k_head, v_head, k_scale_head, v_scale_head, blocks, tile,
             positions, seq_len, scale, soft_cap, window, k_block_stride, k_slot_stride,
             v_block_stride, v_slot_stride, scale_block_stride, scale_slot_stride,
-            HEAD_DIM, DIM, BLOCK_SIZE, TILE, DTYPE, IS_QUANTIZED, SAME_STRIDES, HAS_WINDOW,
-            HAS_SOFT_CAP, True,
+            HEAD_DIM, DIM, BLOCK_SIZE, TILE, DTYPE, IS_QUANTIZED, IS_PAIRED, SAME_STRIDES,
+            HAS_WINDOW, HAS_SOFT_CAP, True,
         )  # fmt: skip
-    result = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+        blocks = tile_blocks(table, tile + 1, seq_len, TILE, BLOCK_SIZE)
+    result = whole(acc, IS_PAIRED) / tl.where(l == 0.0, 1.0, l)[:, None]
     tl.store(
         out + (token * out_token_stride + head * out_head_stride)[:, None] + dims[None, :],
         narrow(result, out.dtype.element_ty),

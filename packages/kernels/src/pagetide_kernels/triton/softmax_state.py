@@ -14,9 +14,12 @@ import triton
 import triton.language as tl
 
 from pagetide_kernels.triton.tiles import (
+    key_offsets,
     load_tile,
     masked_scores,
-    tile_places,
+    parts,
+    power,
+    tile_slots,
     weighted_values,
 )
 
@@ -24,11 +27,14 @@ __all__ = ["accumulate", "merge", "new_state"]
 
 
 @triton.jit
-def new_state(ROWS: tl.constexpr, DIM: tl.constexpr):
-    """The state over no keys: it merges with any other without changing a bit of it."""
+def new_state(ROWS: tl.constexpr, DIM: tl.constexpr, IS_PAIRED: tl.constexpr):
+    """The state over no keys, `acc` in parts: it merges without changing a bit of the other."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DIM], tl.float32)
+    if IS_PAIRED:
+        acc = (tl.zeros([ROWS, DIM // 2], tl.float32), tl.zeros([ROWS, DIM // 2], tl.float32))
+    else:
+        acc = (tl.zeros([ROWS, DIM], tl.float32),)  # type: ignore[assignment]
     return m, l, acc
 
 
@@ -39,11 +45,11 @@ def _finite(m):
 
 
 @triton.jit
-def merge(m_a, l_a, acc_a, m_b, l_b, acc_b):
+def merge(m_a, l_a, acc_a, m_b, l_b, acc_b, DTYPE: tl.constexpr):
     """The state over the keys of both, `a` before `b`."""
     m = tl.maximum(m_a, m_b)
-    scale_a = tl.exp2(m_a - _finite(m))
-    scale_b = tl.exp2(m_b - _finite(m))
+    scale_a = power(m_a - _finite(m), DTYPE)
+    scale_b = power(m_b - _finite(m), DTYPE)
     l = tl.fma(l_a, scale_a, l_b * scale_b)
     acc = tl.fma(acc_a, tl.broadcast_to(scale_a[:, None], acc_a.shape), acc_b * scale_b[:, None])
     return m, l, acc
@@ -51,47 +57,50 @@ def merge(m_a, l_a, acc_a, m_b, l_b, acc_b):
 
 @triton.jit
 def accumulate(
-    m, l, acc, q, k_cache, v_cache, k_scales, v_scales, table, tile, positions, seq_len,
+    m, l, acc, q, k_cache, v_cache, k_scales, v_scales, blocks, tile, positions, seq_len,
     scale, soft_cap, window,
     k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
     scale_block_stride, scale_slot_stride,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    DTYPE: tl.constexpr, IS_QUANTIZED: tl.constexpr, SAME_STRIDES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, IS_MASKED: tl.constexpr,
+    DTYPE: tl.constexpr, IS_QUANTIZED: tl.constexpr, IS_PAIRED: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """The state after one more tile of keys.
 
     Args:
-        m, l, acc: the state, float32 [ROWS], [ROWS], [ROWS, DIM].
-        q: [ROWS, DIM], the queries.
+        m, l, acc: the state, float32 [ROWS], [ROWS], and [ROWS, DIM] in parts.
+        q: the queries, in the same parts.
         k_cache, v_cache, k_scales, v_scales: the KV head's share of the cache.
-        table: the sequence's block table.
-        tile: which tile of its keys.
+        blocks: the tile's blocks.
+        tile: which tile of the sequence's keys.
         positions: int32 [ROWS], each row's own position.
+        IS_PAIRED: whether the cache is given as int16 pairs of INT8 values, which halve what it
+            takes to widen them; each pair's first value belongs to one part, its second to the
+            other.
         SAME_STRIDES: whether keys and values are strided alike, so that one offset serves both.
         IS_MASKED: whether some row may not see some key of the tile.
     """
-    blocks, slots, is_owned = tile_places(table, tile, seq_len, TILE, BLOCK_SIZE, IS_MASKED)
-    dims = tl.arange(0, DIM)
+    slots = tile_slots(tile, seq_len, TILE, BLOCK_SIZE, IS_MASKED)
     k_scale = 0.0
     v_scale = 0.0
     if IS_QUANTIZED:
-        scale_at = blocks * scale_block_stride + slots * scale_slot_stride
-        k_scale = tl.load(k_scales + scale_at, mask=is_owned, other=0.0)
-        v_scale = tl.load(v_scales + scale_at, mask=is_owned, other=0.0)
-    k_at = (blocks * k_block_stride + slots * k_slot_stride)[:, None] + dims[None, :]
+        scale_at = key_offsets(
+            blocks, slots, scale_block_stride, scale_slot_stride, TILE, BLOCK_SIZE
+        )
+        k_scale = tl.load(k_scales + scale_at)
+        v_scale = tl.load(v_scales + scale_at)
+    k_at = key_offsets(blocks, slots, k_block_stride, k_slot_stride, TILE, BLOCK_SIZE)
     if SAME_STRIDES:
         v_at = k_at
     else:
-        v_at = (blocks * v_block_stride + slots * v_slot_stride)[:, None] + dims[None, :]
-    # A key not owned may be NaN: its score is replaced below. Its value must be loaded as zero,
-    # because its weight of 0 times NaN would be NaN.
-    k = load_tile(k_cache + k_at, is_owned, HEAD_DIM, DIM, False)
-    v = load_tile(v_cache + v_at, is_owned, HEAD_DIM, DIM, IS_MASKED)
-    is_visible = is_owned[None, :]
+        v_at = key_offsets(blocks, slots, v_block_stride, v_slot_stride, TILE, BLOCK_SIZE)
+    k = parts(load_tile(k_cache + k_at, HEAD_DIM, DIM, IS_PAIRED), DTYPE, IS_PAIRED)
+    v = parts(load_tile(v_cache + v_at, HEAD_DIM, DIM, IS_PAIRED), DTYPE, IS_PAIRED)
+    is_visible = True
     if IS_MASKED:
         keys = tile * TILE + tl.arange(0, TILE)
-        is_visible = (keys[None, :] <= positions[:, None]) & is_owned[None, :]
+        is_visible = keys[None, :] <= positions[:, None]
         if HAS_WINDOW:
             is_visible &= keys[None, :] > positions[:, None] - window
     scores = masked_scores(
@@ -99,8 +108,8 @@ def accumulate(
     )
     new_m = tl.maximum(m, tl.max(scores, axis=1))
     base = _finite(new_m)
-    shrink = tl.exp2(m - base)
-    weights = tl.exp2(scores - base[:, None])
+    shrink = power(m - base, DTYPE)
+    weights = power(scores - base[:, None], DTYPE)
     l = tl.fma(l, shrink, tl.sum(weights, axis=1))
-    acc = weighted_values(acc * shrink[:, None], weights, v, v_scale, DTYPE, IS_QUANTIZED)
+    acc = weighted_values(acc, shrink, weights, v, v_scale, DTYPE, IS_QUANTIZED)
     return new_m, l, acc

@@ -11,12 +11,17 @@ import triton.language as tl
 
 __all__ = [
     "INTERPRETING",
+    "key_offsets",
     "load_tile",
     "masked_scores",
     "narrow",
-    "operand",
-    "tile_places",
+    "parts",
+    "power",
+    "query_parts",
+    "tile_blocks",
+    "tile_slots",
     "weighted_values",
+    "whole",
 ]
 
 # The interpreter runs on numpy, which has no bf16: it computes bf16 arithmetic wrongly and cuts
@@ -47,42 +52,137 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def tile_places(
-    table, tile, seq_len, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, IS_MASKED: tl.constexpr
-):
-    """Where a tile's keys lie: block int64 [TILE], slot int32 [TILE], whether owned bool [TILE].
+def tile_blocks(table, tile, seq_len, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """The blocks in which a tile's keys lie, a tuple of int32.
 
-    A key that the sequence does not own (only a masked tile has such) is given block 0.
+    Where the sequence has no more, its last block stands again, so that a tile may be asked for
+    before anybody knows whether it exists.
     """
-    lane = tl.arange(0, TILE)
-    keys = tile * TILE + lane
-    is_owned = keys < seq_len
-    if TILE % BLOCK_SIZE == 0:  # the tile begins a block: slots stay the same from tile to tile
-        slots = lane % BLOCK_SIZE
-        entry = table + tile * (TILE // BLOCK_SIZE) + lane // BLOCK_SIZE
-    else:
-        slots = keys % BLOCK_SIZE
-        entry = table + keys // BLOCK_SIZE
-    if IS_MASKED:
-        blocks = tl.load(entry, mask=is_owned, other=0)
-    else:
-        blocks = tl.load(entry)
-    return blocks.to(tl.int64), slots, is_owned
+    first = tile * TILE // BLOCK_SIZE
+    last = (seq_len - 1) // BLOCK_SIZE
+    blocks = ()
+    for i in tl.static_range((TILE + BLOCK_SIZE - 1) // BLOCK_SIZE):
+        entry = table + tl.minimum(first + i, last)
+        blocks = blocks + (tl.load(entry, mask=seq_len > 0, other=0),)  # type: ignore[assignment]  # noqa: RUF005 (no unpacking in Triton)
+    return blocks
 
 
 @triton.jit
-def load_tile(at, is_owned, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MASK_KEYS: tl.constexpr):
-    """[KEYS, DIM] values; zeros beyond `HEAD_DIM` and, asked so, at keys that are not owned.
+def tile_slots(
+    tile, seq_len, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, IS_MASKED: tl.constexpr
+):
+    """Each key's slot in its block, int32 [TILE].
+
+    In place of a key that the sequence does not own (only a masked tile has such) stands its last
+    one: no load needs a mask, and nothing is read that may be NaN.
+    """
+    keys = tl.arange(0, TILE)
+    start = tile * TILE
+    if TILE % BLOCK_SIZE == 0:  # the tile begins a block
+        if IS_MASKED:
+            keys = tl.minimum(keys, seq_len - 1 - start)
+    else:
+        keys += start
+        if IS_MASKED:
+            keys = tl.minimum(keys, seq_len - 1)
+    return keys & (BLOCK_SIZE - 1)  # a power of two
+
+
+@triton.jit
+def key_offsets(
+    blocks, slots, block_stride, slot_stride, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """Where each key of a tile lies in the head's share of a tensor, int64 [TILE]."""
+    of_block = tl.full([TILE], 0, tl.int64) + blocks[0].to(tl.int64) * block_stride
+    for i in tl.static_range(1, (TILE + BLOCK_SIZE - 1) // BLOCK_SIZE):
+        is_here = tl.arange(0, TILE) // BLOCK_SIZE == i
+        of_block = tl.where(is_here, blocks[i].to(tl.int64) * block_stride, of_block)
+    return of_block + slots * slot_stride
+
+
+@triton.jit
+def load_tile(at, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, IS_PAIRED: tl.constexpr):
+    """[KEYS, DIM] values, or int16 [KEYS, DIM / 2] pairs of them; zeros beyond `HEAD_DIM`.
 
     Args:
-        at: int64 pointers [KEYS, DIM].
+        at: int64 pointers [KEYS], to each key's first element or pair.
     """
-    dims = tl.arange(0, DIM)
-    if MASK_KEYS:
-        return tl.load(at, mask=is_owned[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
-    if HEAD_DIM < DIM:
-        return tl.load(at, mask=dims[None, :] < HEAD_DIM, other=0.0)
-    return tl.load(at)
+    WIDTH: tl.constexpr = DIM // 2 if IS_PAIRED else DIM
+    HEAD_WIDTH: tl.constexpr = HEAD_DIM // 2 if IS_PAIRED else HEAD_DIM
+    dims = tl.arange(0, WIDTH)
+    if HEAD_WIDTH < WIDTH:
+        return tl.load(at[:, None] + dims[None, :], mask=dims[None, :] < HEAD_WIDTH, other=0)
+    return tl.load(at[:, None] + dims[None, :])
+
+
+@triton.jit
+def _widen_pairs(pairs, dtype: tl.constexpr):
+    """int16 pairs of int8 values to the even ones and the odd ones, as operands.
+
+    Bytes are put into the low bits of a number whose last bit counts 1, and that number's own
+    value is subtracted: exact, and for two values at a time. 1024 serves for float16. In bfloat16,
+    which has 7 bits behind the first, the sign bit of the byte turns 128 into 256.
+    """
+    if INTERPRETING or dtype == tl.float32:
+        return operand((pairs << 8) >> 8, dtype), operand(pairs >> 8, dtype)
+    elif dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 biased, base;
+            mov.b32 base, 0x64806480;
+            xor.b32 biased, $2, 0x80808080;
+            prmt.b32 $0, biased, 0x64646464, 0x4240;
+            prmt.b32 $1, biased, 0x64646464, 0x4341;
+            sub.f16x2 $0, $0, base;
+            sub.f16x2 $1, $1, base;
+            }""",
+            "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, base, minus;
+            mov.b32 minus, 0xBF80BF80;
+            prmt.b32 $0, $2, 0x43434343, 0x4240;
+            prmt.b32 $1, $2, 0x43434343, 0x4341;
+            and.b32 low, $0, 0xFF7FFF7F;
+            and.b32 base, $0, 0xFF80FF80;
+            fma.rn.bf16x2 $0, base, minus, low;
+            and.b32 low, $1, 0xFF7FFF7F;
+            and.b32 base, $1, 0xFF80FF80;
+            fma.rn.bf16x2 $1, base, minus, low;
+            }""",
+            "=&r,=&r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def parts(x, DTYPE: tl.constexpr, IS_PAIRED: tl.constexpr):
+    """A loaded tile as the operands of its dot products: all its dims, or the even and the odd."""
+    if IS_PAIRED:
+        even, odd = _widen_pairs(x, DTYPE)
+        return even, odd
+    else:
+        return (operand(x, DTYPE),)
+
+
+@triton.jit
+def query_parts(q, DTYPE: tl.constexpr, IS_PAIRED: tl.constexpr):
+    """Queries [ROWS, DIM] in the parts of the keys."""
+    if IS_PAIRED:
+        even, odd = tl.split(tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2)))
+        return operand(even, DTYPE), operand(odd, DTYPE)
+    else:
+        return (operand(q, DTYPE),)
+
+
+@triton.jit
+def whole(acc, IS_PAIRED: tl.constexpr):
+    """Parts of the values [ROWS, DIM / 2] as one tensor [ROWS, DIM]."""
+    if IS_PAIRED:
+        return tl.reshape(tl.join(acc[0], acc[1]), (acc[0].shape[0], acc[0].shape[1] * 2))
+    else:
+        return acc[0]
 
 
 @triton.jit
@@ -107,33 +207,63 @@ def _tanh(x, dtype: tl.constexpr):
 @triton.jit
 def masked_scores(
     q, k, k_scale, is_visible, scale, soft_cap,
-    DTYPE: tl.constexpr, IS_QUANTIZED: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    dtype: tl.constexpr, IS_QUANTIZED: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """float32 [ROWS, KEYS] scores in log2 units, -inf where a row does not see a key."""
-    scores = tl.dot(operand(q, DTYPE), tl.trans(operand(k, DTYPE)), input_precision="ieee")
+    """float32 [ROWS, KEYS] scores in the units of `power`, -inf where a row does not see a key.
+
+    Args:
+        q, k: queries and keys in the same parts.
+    """
+    scores = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
+    if len(q) == 2:
+        scores = tl.dot(q[1], tl.trans(k[1]), scores, input_precision="ieee")
+    UNIT: tl.constexpr = 1.0 if dtype == tl.float32 else LOG2_E
     if IS_QUANTIZED:
         scores = scores * k_scale[None, :]
     if HAS_SOFT_CAP:
-        scores = (soft_cap * LOG2_E) * _tanh(scores * (scale / soft_cap), DTYPE)
+        scores = (soft_cap * UNIT) * _tanh(scores * (scale / soft_cap), dtype)
     else:
-        scores = scores * (scale * LOG2_E)
+        scores = scores * (scale * UNIT)
     if IS_MASKED:
         scores = tl.where(is_visible, scores, float("-inf"))
     return scores
 
 
 @triton.jit
-def weighted_values(acc, weights, v, v_scale, DTYPE: tl.constexpr, IS_QUANTIZED: tl.constexpr):
-    """float32 [ROWS, DIM]: `acc + weights @ v`.
+def power(difference, dtype: tl.constexpr):
+    """e to a difference of scores.
+
+    Scores of half-precision queries are in units of log 2. The factor log2 e would round a large
+    score once more than float32 can bear, so there it waits for the small difference.
+    """
+    if dtype == tl.float32:
+        difference = difference * LOG2_E
+    return tl.exp2(difference)
+
+
+@triton.jit
+def weighted_values(
+    acc, shrink, weights, v, v_scale, DTYPE: tl.constexpr, IS_QUANTIZED: tl.constexpr
+):
+    """`acc * shrink + weights @ v`, part by part: float32 [ROWS, DIM], or two of half the width.
 
     INT8 scales go into the weights, divided by the tile's largest: a half-precision weight times a
     small scale would otherwise lose its last bits to underflow.
     """
+    largest = 1.0
     if IS_QUANTIZED:
         largest = tl.max(v_scale, axis=0)
         largest = tl.where(largest == 0.0, 1.0, largest)
         weights = weights * (v_scale / largest)[None, :]
-        values = tl.dot(operand(weights, DTYPE), operand(v, DTYPE), input_precision="ieee")
-        return tl.fma(values, tl.zeros_like(values) + largest, acc)
-    return tl.dot(operand(weights, DTYPE), operand(v, DTYPE), acc, input_precision="ieee")
+    weights = operand(weights, DTYPE)
+    new_acc = ()
+    for i in tl.static_range(len(v)):
+        shrunk = acc[i] * shrink[:, None]
+        if IS_QUANTIZED:
+            values = tl.dot(weights, v[i], input_precision="ieee")
+            new = tl.fma(values, tl.zeros_like(values) + largest, shrunk)
+        else:
+            new = tl.dot(weights, v[i], shrunk, input_precision="ieee")
+        new_acc = new_acc + (new,)  # type: ignore[assignment]  # noqa: RUF005 (no unpacking in Triton)
+    return new_acc

@@ -44,6 +44,7 @@ class Tuning:
     decode_stages: int = 3
     programs_an_sm: int = 4
     decode_registers: int | None = None
+    overlaps: bool = False
     prefill_rows: int = 128
     prefill_tile: int = 64
     prefill_warps: int = 4
@@ -80,11 +81,11 @@ def tuning_for(shape: AttentionShape, capability: tuple[int, int]) -> Tuning:
         )  # fmt: skip
     if dim == 128:
         return Tuning(
-            dim, tile=64, min_leaf_tiles=2, decode_rows=rows, decode_stages=5, programs_an_sm=3,
-            prefill_rows=128 if is_small else 256, prefill_warps=8 if is_small else 16,
-            prefill_stages=5,
+            dim, tile=64, min_leaf_tiles=2, decode_rows=rows, decode_warps=2,
+            decode_stages=2 if is_small else 3, prefill_rows=128 if is_small else 256,
+            prefill_warps=8 if is_small else 16, prefill_stages=2 if is_small else 3,
         )  # fmt: skip
     return Tuning(
-        dim, decode_rows=rows, decode_stages=5, programs_an_sm=3,
-        prefill_rows=max(128, rows), prefill_warps=8, prefill_stages=5,
+        dim, tile=64, min_leaf_tiles=2, decode_rows=rows, decode_warps=2,
+        prefill_rows=max(128, rows), prefill_warps=8,
     )  # fmt: skip

@@ -31,7 +31,7 @@ class WorkList:
     """One step's items, and the memory through which the programs of one sequence meet.
 
     Attributes:
-        decode_items: int32 [capacity, 8], see `decode.py`.
+        decode_items: int32 [capacity, 11], see `decode.py`.
         prefill_items: int32 [capacity, 2], see `prefill.py`.
         states: float32 [states, num_kv_heads, rows, dim], partial sums of values.
         sums: float32 [states, num_kv_heads, 2, rows], their maxima and sums.
@@ -61,15 +61,18 @@ def _at(values, index):
     return tl.sum(tl.where(numbers[None, :] == index[:, None], values[None, :], 0), axis=1)
 
 
+# Of the model's shape nothing is compiled in: one kernel serves all of them.
 @triton.jit(
-    do_not_specialize=["num_seqs", "decode_capacity", "prefill_capacity", "target_programs"]
-)
+    do_not_specialize=[
+        "num_seqs", "decode_capacity", "prefill_capacity", "target_programs", "num_kv_heads",
+        "group_size", "decode_rows", "tile", "most_leaves", "min_leaf_tiles", "prefill_tokens",
+    ]
+)  # fmt: skip
 def _work_list_kernel(
-    decode_items, prefill_items, query_start_loc, seq_lens,
+    decode_items, prefill_items, query_start_loc, seq_lens, rows,
     num_seqs, decode_capacity, prefill_capacity, target_programs,
-    SEQS: tl.constexpr, CHUNK: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr, DECODE_ROWS: tl.constexpr, TILE: tl.constexpr,
-    LEAVES: tl.constexpr, MIN_LEAF_TILES: tl.constexpr, PREFILL_TOKENS: tl.constexpr,
+    num_kv_heads, group_size, decode_rows, tile, most_leaves, min_leaf_tiles, prefill_tokens,
+    SEQS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     # Longest sequences first: what runs last should be short, so that no program is left alone.
     place = tl.arange(0, SEQS)
@@ -81,17 +84,17 @@ def _work_list_kernel(
     query_len = tl.load(query_start_loc + sequence + 1, mask=is_there, other=0) - start
     seq_len = tl.load(seq_lens + sequence, mask=is_there, other=0)
     # A sequence's path is its own: its query tokens fit the rows of one decode tile, or not.
-    decodes = (query_len > 0) & (query_len * GROUP_SIZE <= DECODE_ROWS)
+    decodes = (query_len > 0) & (query_len * group_size <= decode_rows)
 
     # A run is as many leaves as it takes to give every program about the same number of tiles.
-    num_tiles = tl.where(decodes, tl.cdiv(seq_len, TILE), 0)
-    leaf_tiles = decode.tiles_a_leaf(num_tiles, LEAVES, MIN_LEAF_TILES)
+    num_tiles = tl.where(decodes, tl.cdiv(seq_len, tile), 0)
+    leaf_tiles = decode.tiles_a_leaf(num_tiles, most_leaves, min_leaf_tiles)
     num_leaves = tl.cdiv(num_tiles, leaf_tiles)
-    tiles_a_program = tl.cdiv(tl.sum(num_tiles, axis=0) * NUM_KV_HEADS, target_programs)
+    tiles_a_program = tl.cdiv(tl.sum(num_tiles, axis=0) * num_kv_heads, target_programs)
     run = tl.maximum(tl.cdiv(tiles_a_program, leaf_tiles), 1)
     # A token that sees no key has nothing to walk, but its zeros must be written.
     num_items = tl.where(decodes, tl.maximum(tl.cdiv(num_leaves, run), 1), 0)
-    num_states = tl.where(num_items > 1, num_leaves, 0)
+    num_states = tl.where(num_leaves > 1, num_leaves, 0)
     item_ends = tl.cumsum(num_items, axis=0)
     state_ends = tl.cumsum(num_states, axis=0)
 
@@ -104,23 +107,30 @@ def _work_list_kernel(
     fits = item < decode_capacity
     tl.store(at, tl.where(is_item, _at(sequence, owner), -1), mask=fits)
     owner_run = _at(run, owner)
+    owner_leaf_tiles = _at(leaf_tiles, owner)
+    end_tile = tl.minimum((index + 1) * owner_run * owner_leaf_tiles, _at(num_tiles, owner))
     tl.store(at + 1, index * owner_run, mask=fits)
-    tl.store(at + 2, owner_run, mask=fits)
-    tl.store(at + 3, owner_items, mask=fits)
-    tl.store(at + 4, _at(state_ends - num_states, owner), mask=fits)
-    tl.store(at + 5, _at(seq_len, owner), mask=fits)
-    tl.store(at + 6, _at(start, owner), mask=fits)
-    tl.store(at + 7, _at(query_len, owner), mask=fits)
+    tl.store(at + 2, end_tile, mask=fits)
+    tl.store(at + 3, owner_leaf_tiles, mask=fits)
+    tl.store(at + 4, owner_items, mask=fits)
+    tl.store(at + 5, _at(state_ends - num_states, owner), mask=fits)
+    tl.store(at + 6, _at(seq_len, owner), mask=fits)
+    tl.store(at + 7, _at(start, owner), mask=fits)
+    tl.store(at + 8, _at(query_len, owner), mask=fits)
+    row = tl.load(rows + sequence, mask=is_there, other=0)
+    tl.store(at + 9, _at(row, owner), mask=fits)
+    end_token = tl.load(query_start_loc + num_seqs)
+    tl.store(at + 10, tl.zeros_like(item) + end_token, mask=fits)
 
     if prefill_capacity > 0:
-        num_items = tl.where(decodes, 0, tl.cdiv(query_len, PREFILL_TOKENS))
+        num_items = tl.where(decodes, 0, tl.cdiv(query_len, prefill_tokens))
         item_ends = tl.cumsum(num_items, axis=0)
         owner = _item_sequence(item_ends, item)
         index = item - _at(item_ends - num_items, owner)
         at = prefill_items + item * _PREFILL_FIELDS
         fits = item < prefill_capacity
         tl.store(at, tl.where(owner < SEQS, _at(sequence, owner), -1), mask=fits)
-        tl.store(at + 1, index * PREFILL_TOKENS, mask=fits)
+        tl.store(at + 1, index * prefill_tokens, mask=fits)
 
 
 def make_work_list(
@@ -149,7 +159,7 @@ def make_work_list(
     state_rows = min(tuning.decode_rows, max(1, bounds.max_query_len) * shape.group_size)
     dim = tuning.dim
     work_list = WorkList(
-        decode_items=torch.empty(decode_capacity, 8, dtype=torch.int32, device=device),
+        decode_items=torch.empty(decode_capacity, 11, dtype=torch.int32, device=device),
         prefill_items=torch.empty(prefill_capacity, 2, dtype=torch.int32, device=device),
         states=torch.empty(num_states, kv_heads, state_rows, dim, device=device),
         sums=torch.empty(num_states, kv_heads, 2, state_rows, device=device),
@@ -162,19 +172,20 @@ def make_work_list(
             work_list.prefill_items,
             metadata.query_start_loc,
             metadata.seq_lens,
+            metadata.rows,
             num_seqs,
             decode_capacity,
             prefill_capacity,
             target_programs,
+            kv_heads,
+            shape.group_size,
+            tuning.decode_rows,
+            tuning.tile,
+            tuning.leaves,
+            tuning.min_leaf_tiles,
+            prefill_tokens,
             SEQS=triton.next_power_of_2(num_seqs),
             CHUNK=_CHUNK,
-            NUM_KV_HEADS=kv_heads,
-            GROUP_SIZE=shape.group_size,
-            DECODE_ROWS=tuning.decode_rows,
-            TILE=tuning.tile,
-            LEAVES=tuning.leaves,
-            MIN_LEAF_TILES=tuning.min_leaf_tiles,
-            PREFILL_TOKENS=prefill_tokens,
             num_warps=8,
         )
     return work_list
