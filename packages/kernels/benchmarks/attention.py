@@ -285,7 +285,7 @@ def main() -> None:
             measure.release()
     scale_warm(record["rows"])
     for row in record["rows"]:
-        if row.get("is_warm") and "scaling" in row:
+        if row["is_warm"] and "scaling" in row:
             print(f"{row['case']}: {line(row, is_decode=True).strip()}")
     write(record, options.out)
     if not plot(record["rows"], options.out / "attention.png"):

@@ -29,9 +29,10 @@ def compare(rows: list[Row]) -> None:
 
 def scale_warm(rows: list[Row]) -> None:
     """Adds to the warm rows how many times the tokens of one sequence they make in a second."""
-    alone = {r["kernel"]: r["us"] for r in rows if r.get("is_warm") and r["batch"] == 1}
-    for row in rows:
-        if row.get("is_warm") and row["kernel"] in alone:
+    warm = [row for row in rows if row["is_warm"] and "us" in row]
+    alone = {row["kernel"]: row["us"] for row in warm if row["batch"] == 1}
+    for row in warm:
+        if row["kernel"] in alone:
             row["scaling"] = round(row["batch"] * alone[row["kernel"]] / row["us"], 2)
 
 
@@ -50,7 +51,7 @@ def line(row: Row, *, is_decode: bool) -> str:
         text += f"  of float16 {row['times_own_float16']:.2f}x"
     if "prepare_us" in row:
         text += f"  prepare {row['prepare_us']:.1f} us"
-    if row.get("is_warm"):
+    if row["is_warm"]:
         text += f"  {row['tokens_s']:,.0f} tokens/s"
         if "scaling" in row:
             text += f" ({row['scaling']:.2f}x of one)"
