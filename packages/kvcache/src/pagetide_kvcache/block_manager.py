@@ -330,8 +330,9 @@ class BlockManager:
         num_revived = len([block_id for block_id in cached if block_id in unreferenced])
         self._require(num_new, num_reserved=num_revived)
 
-        self._pool.share(cached)
-        self._index.revive(cached)
+        if cached:
+            self._pool.share(cached)
+            self._index.revive(cached)
         path = self._index.path_through((salt,), cached)
         block_ids = cached + self._take(num_new)
         self._sequences[seq_id] = SequenceState(block_ids, path)

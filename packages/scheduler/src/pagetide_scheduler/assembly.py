@@ -128,7 +128,7 @@ class PlanDraft:
             parts.add_chunks(self.chunks, columns, self.step_id)
         if self.forks:
             parts.add_forks(self.forks)
-        seq_lens = parts.seq_lens
+        seq_lens, new = parts.seq_lens, self.new
         rows = parts.sequences.rows.astype(np.int32)
         is_same = parts.samples is parts.sequences
         return StepPlan(
@@ -143,10 +143,10 @@ class PlanDraft:
             sample_tokens=parts.sample_tokens,
             sample_rows=rows if is_same else parts.samples.rows.astype(np.int32),
             sample_positions=parts.sample_positions,
-            new_rows=_column([r.row for r in self.new]),
-            new_params=tuple([r.params for r in self.new]),
-            new_keys=np.array([r.key for r in self.new], np.uint64) if self.new else NO_KEYS,
-            new_min_positions=_column([r.min_stop_length - 1 for r in self.new]),
+            new_rows=_column([r.row for r in new]),
+            new_params=tuple([r.params for r in new]),
+            new_keys=np.array([r.key for r in new], np.uint64) if new else NO_KEYS,
+            new_min_positions=_column([r.min_stop_length - 1 for r in new]),
             table_rows=_column(self.table_rows),
             table_indices=_column(self.table_indices),
             table_blocks=_column(self.table_blocks),

@@ -46,15 +46,17 @@ class WaitingQueue:
     @property
     def head(self) -> Request | None:
         """The request at the front: found once and kept, since every step asks for it."""
-        if self._head is None and len(self):
+        if self._head is None:
             self._head = self._find_head()
         return self._head
 
-    def _find_head(self) -> Request:
+    def _find_head(self) -> Request | None:
         if self._returning:
             return self._returning[0]
         heads = [next(iter(lane.values())) for lane in self._lanes.values()]
-        return min(heads, key=_order) if len(heads) > 1 else heads[0]
+        if len(heads) > 1:
+            return min(heads, key=_order)
+        return heads[0] if heads else None
 
     def at(self, index: int) -> Request | None:
         """The request that `index` others stand before; costs O(index)."""
