@@ -135,10 +135,23 @@ MUTANTS = (
         "options",
     ),
     Mutant(
-        "slots behind the last key read",
-        "tiles",
-        "keys = tl.minimum(keys, seq_len - 1 - start)",
-        "keys = tl.minimum(keys, seq_len - start)",
+        "values behind the last key not masked",
+        "softmax_state",
+        "IS_PAIRED, IS_MASKED and not IS_QUANTIZED)",
+        "IS_PAIRED, False)",
+    ),
+    Mutant(
+        "the value behind the last key read",
+        "softmax_state",
+        "is_owned = keys < seq_len",
+        "is_owned = keys <= seq_len",
+    ),
+    Mutant(
+        "scales of values behind the last key read",
+        "softmax_state",
+        "tl.load(v_scales + scale_at, mask=is_owned, other=0.0)",
+        "tl.load(v_scales + scale_at)",
+        "int8",
     ),
     Mutant(
         "a block behind the last one read",
@@ -161,8 +174,8 @@ MUTANTS = (
     Mutant(
         "slots counted from the tile, not the block",
         "tiles",
-        "        keys += start\n",
-        "        keys += 0\n",
+        "slots = (tile * TILE + lane) & (BLOCK_SIZE - 1)",
+        "slots = lane & (BLOCK_SIZE - 1)",
         "options",
     ),
     Mutant(
@@ -174,8 +187,8 @@ MUTANTS = (
     Mutant(
         "a tile's second block taken for its first",
         "tiles",
-        "is_here = tl.arange(0, TILE) // BLOCK_SIZE == i",
-        "is_here = tl.arange(0, TILE) // BLOCK_SIZE == i + 1",
+        "is_here = lane // BLOCK_SIZE == i",
+        "is_here = lane // BLOCK_SIZE == i + 1",
     ),
     Mutant(
         "padding of head_dim read into the scores",
@@ -187,8 +200,8 @@ MUTANTS = (
     Mutant(
         "scale applied twice under a soft cap",
         "tiles",
-        "_tanh(scores * (scale / soft_cap), DTYPE)",
-        "_tanh(scores * (scale * scale / soft_cap), DTYPE)",
+        "_tanh(scores * (scale / soft_cap), dtype)",
+        "_tanh(scores * (scale * scale / soft_cap), dtype)",
         "options",
     ),
     Mutant(
@@ -222,8 +235,8 @@ MUTANTS = (
     Mutant(
         "low values of pairs without their sign",
         "tiles",
-        "operand((pairs << 8) >> 8, DTYPE)",
-        "operand(pairs & 255, DTYPE)",
+        "operand((pairs << 8) >> 8, dtype)",
+        "operand(pairs & 255, dtype)",
         "int8",
     ),
     Mutant(

@@ -197,7 +197,7 @@ def decode_kernel(
             HAS_WINDOW, HAS_SOFT_CAP, True,
         )  # fmt: skip
         blocks = tile_blocks(table, tile + 1, seq_len, TILE, BLOCK_SIZE)
-        ends_leaf = ((tile + 1) % leaf_tiles == 0) | (tile + 1 == num_tiles)
+        ends_leaf = ((tile + 1) & (leaf_tiles - 1) == 0) | (tile + 1 == num_tiles)
         if ends_leaf & (not is_one_leaf):
             _store_state(
                 states, sums, leaf_state, m, l, whole(acc, IS_PAIRED), is_row, DIM, STATE_ROWS

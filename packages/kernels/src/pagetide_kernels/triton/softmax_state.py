@@ -14,12 +14,11 @@ import triton
 import triton.language as tl
 
 from pagetide_kernels.triton.tiles import (
-    key_offsets,
+    key_pointers,
     load_tile,
     masked_scores,
     parts,
     power,
-    tile_slots,
     weighted_values,
 )
 
@@ -81,28 +80,32 @@ def accumulate(
         SAME_STRIDES: whether keys and values are strided alike, so that one offset serves both.
         IS_MASKED: whether some row may not see some key of the tile.
     """
-    slots = tile_slots(tile, seq_len, TILE, BLOCK_SIZE, IS_MASKED)
+    keys = tile * TILE + tl.arange(0, TILE)
+    is_owned = keys < seq_len
     k_scale = 0.0
     v_scale = 0.0
     if IS_QUANTIZED:
-        scale_at = key_offsets(
-            blocks, slots, scale_block_stride, scale_slot_stride, TILE, BLOCK_SIZE
+        scale_at = key_pointers(
+            0, blocks, tile, scale_block_stride, scale_slot_stride, TILE, BLOCK_SIZE
         )
         k_scale = tl.load(k_scales + scale_at)
-        v_scale = tl.load(v_scales + scale_at)
-    k_at = key_offsets(blocks, slots, k_block_stride, k_slot_stride, TILE, BLOCK_SIZE)
-    if SAME_STRIDES:
-        v_at = k_at
-    else:
-        v_at = key_offsets(blocks, slots, v_block_stride, v_slot_stride, TILE, BLOCK_SIZE)
-    k = parts(load_tile(k_cache + k_at, HEAD_DIM, DIM, IS_PAIRED), DTYPE, IS_PAIRED)
-    v = parts(load_tile(v_cache + v_at, HEAD_DIM, DIM, IS_PAIRED), DTYPE, IS_PAIRED)
+        if IS_MASKED:
+            v_scale = tl.load(v_scales + scale_at, mask=is_owned, other=0.0)
+        else:
+            v_scale = tl.load(v_scales + scale_at)
+    # A key that is not owned may be NaN: its score is replaced below. Its value must be loaded as
+    # zero, because its weight of 0 times NaN would be NaN; an INT8 value is finite, but its scale
+    # need not be.
+    k_at = key_pointers(k_cache, blocks, tile, k_block_stride, k_slot_stride, TILE, BLOCK_SIZE)
+    v_at = key_pointers(v_cache, blocks, tile, v_block_stride, v_slot_stride, TILE, BLOCK_SIZE)
+    k = load_tile(k_at, is_owned, HEAD_DIM, DIM, IS_PAIRED, False)
+    v = load_tile(v_at, is_owned, HEAD_DIM, DIM, IS_PAIRED, IS_MASKED and not IS_QUANTIZED)
     is_visible = True
     if IS_MASKED:
-        keys = tile * TILE + tl.arange(0, TILE)
         is_visible = keys[None, :] <= positions[:, None]
         if HAS_WINDOW:
             is_visible &= keys[None, :] > positions[:, None] - window
+    k, v = parts(k, DTYPE, IS_PAIRED), parts(v, DTYPE, IS_PAIRED)
     scores = masked_scores(
         q, k, k_scale, is_visible, scale, soft_cap, DTYPE, IS_QUANTIZED, HAS_SOFT_CAP, IS_MASKED
     )

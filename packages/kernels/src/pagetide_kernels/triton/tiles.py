@@ -11,7 +11,7 @@ import triton.language as tl
 
 __all__ = [
     "INTERPRETING",
-    "key_offsets",
+    "key_pointers",
     "load_tile",
     "masked_scores",
     "narrow",
@@ -19,7 +19,6 @@ __all__ = [
     "power",
     "query_parts",
     "tile_blocks",
-    "tile_slots",
     "weighted_values",
     "whole",
 ]
@@ -68,48 +67,41 @@ def tile_blocks(table, tile, seq_len, TILE: tl.constexpr, BLOCK_SIZE: tl.constex
 
 
 @triton.jit
-def tile_slots(
-    tile, seq_len, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, IS_MASKED: tl.constexpr
+def key_pointers(
+    cache, blocks, tile, block_stride, slot_stride, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    """Each key's slot in its block, int32 [TILE].
-
-    In place of a key that the sequence does not own (only a masked tile has such) stands its last
-    one: no load needs a mask, and nothing is read that may be NaN.
-    """
-    keys = tl.arange(0, TILE)
-    start = tile * TILE
-    if TILE % BLOCK_SIZE == 0:  # the tile begins a block
-        if IS_MASKED:
-            keys = tl.minimum(keys, seq_len - 1 - start)
-    else:
-        keys += start
-        if IS_MASKED:
-            keys = tl.minimum(keys, seq_len - 1)
-    return keys & (BLOCK_SIZE - 1)  # a power of two
-
-
-@triton.jit
-def key_offsets(
-    blocks, slots, block_stride, slot_stride, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr
-):
-    """Where each key of a tile lies in the head's share of a tensor, int64 [TILE]."""
+    """Where each key of a tile begins in a head's share of a tensor, pointers [TILE]."""
+    lane = tl.arange(0, TILE)
     of_block = tl.full([TILE], 0, tl.int64) + blocks[0].to(tl.int64) * block_stride
     for i in tl.static_range(1, (TILE + BLOCK_SIZE - 1) // BLOCK_SIZE):
-        is_here = tl.arange(0, TILE) // BLOCK_SIZE == i
+        is_here = lane // BLOCK_SIZE == i
         of_block = tl.where(is_here, blocks[i].to(tl.int64) * block_stride, of_block)
-    return of_block + slots * slot_stride
+    if TILE % BLOCK_SIZE == 0:  # the tile begins a block: the same slots in every tile
+        slots = lane % BLOCK_SIZE
+    else:
+        slots = (tile * TILE + lane) & (BLOCK_SIZE - 1)  # a power of two
+    return cache + of_block + slots * slot_stride
 
 
 @triton.jit
-def load_tile(at, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, IS_PAIRED: tl.constexpr):
-    """[KEYS, DIM] values, or int16 [KEYS, DIM / 2] pairs of them; zeros beyond `HEAD_DIM`.
+def load_tile(
+    at, is_owned, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, IS_PAIRED: tl.constexpr,
+    MASK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """[KEYS, DIM] values, or int16 [KEYS, DIM / 2] pairs of them.
+
+    Zeros beyond `HEAD_DIM` and, asked so, at keys that are not owned.
 
     Args:
-        at: int64 pointers [KEYS], to each key's first element or pair.
+        at: pointers [KEYS], to each key's first element or pair.
+        is_owned: bool [KEYS].
     """
     WIDTH: tl.constexpr = DIM // 2 if IS_PAIRED else DIM
     HEAD_WIDTH: tl.constexpr = HEAD_DIM // 2 if IS_PAIRED else HEAD_DIM
     dims = tl.arange(0, WIDTH)
+    if MASK_KEYS:
+        mask = is_owned[:, None] & (dims[None, :] < HEAD_WIDTH)
+        return tl.load(at[:, None] + dims[None, :], mask=mask, other=0)
     if HEAD_WIDTH < WIDTH:
         return tl.load(at[:, None] + dims[None, :], mask=dims[None, :] < HEAD_WIDTH, other=0)
     return tl.load(at[:, None] + dims[None, :])
