@@ -61,7 +61,7 @@ def plan_of(query_lens: list[int], seq_lens: list[int], window: int | None) -> w
 
 def test_one_long_sequence_does_not_pad_the_others() -> None:
     plan = plan_of([1] * 8, [100, 90, 6000, 100, 110, 95, 80, 100], None)
-    assert sorted(batch.mask.shape[2] for batch in plan.batches) == [112, 6000]
+    assert sorted(batch.chunks[-1].stop for batch in plan.batches) == [110, 6000]
 
 
 def test_sequences_of_similar_length_share_a_batch() -> None:
@@ -72,8 +72,17 @@ def test_sequences_of_similar_length_share_a_batch() -> None:
 
 def test_a_window_gathers_its_own_blocks_alone() -> None:
     plan = plan_of([1, 1], [5000, 400], 40)
-    assert [batch.mask.shape[2] for batch in plan.batches] in ([48], [64], [48, 48])
+    assert [batch.chunks[-1].stop for batch in plan.batches] == [40, 48]
     assert plan_of([600], [5000], 40).long_queries[0].first_key == (5000 - 600 - 40 + 1) // 16 * 16
+
+
+def test_a_lone_sequence_that_decodes_has_nothing_to_hide() -> None:
+    for seq_len in (1, 15, 16, 17, 100):
+        (batch,) = plan_of([1], [seq_len], None).batches
+        assert batch.mask is None
+        assert [(c.start, c.stop, len(c.padding_ids)) for c in batch.chunks] == [(0, seq_len, 0)]
+    (drafts,) = plan_of([3], [20], None).batches
+    assert drafts.mask is not None
 
 
 def test_scratch_stays_small_and_is_reused() -> None:

@@ -72,7 +72,8 @@ def test_rotary(device: str, dtype: torch.dtype, head_dim: int, rotary_dim: int)
     positions = torch.tensor([0, 49, 7, 7], device=device)
     q = randn(4, 6, head_dim, dtype=dtype, device=device)
     k = randn(4, 2, head_dim, dtype=dtype, device=device, seed=1)
-    for x, got in zip((q, k), pk.rotary(q, k, positions.int(), cos, sin), strict=True):
+    both = pk.rotary(torch.cat([q, k], dim=1), positions.int(), pk.rotary_table(cos, sin))
+    for x, got in zip((q, k), both.split([6, 2], dim=1), strict=True):
         turned = torch.complex(x[..., :half].double(), x[..., half:rotary_dim].double())
         turn = torch.polar(torch.ones(50, half, dtype=torch.float64), angles).to(device)
         turned = turned * turn[positions][:, None]
@@ -91,7 +92,7 @@ def test_rotary_keeps_the_precision_of_its_tables(device: str) -> None:
     cos[1857, 1], sin[1857, 1] = math.cos(angle), math.sin(angle)
     x = torch.zeros(1, 1, 32, dtype=torch.float16, device=device)
     x[..., 1] = 1
-    got, _ = pk.rotary(x, x, torch.tensor([1857], device=device), cos, sin)
+    got = pk.rotary(x, torch.tensor([1857], device=device), pk.rotary_table(cos, sin))
     assert abs(got[0, 0, 1].item() - math.cos(angle)) < 5e-4
     assert abs(got[0, 0, 17].item() - math.sin(angle)) < 5e-4
 
@@ -120,8 +121,16 @@ def test_bad_arguments(device: str) -> None:
     with pytest.raises(ValueError, match="even number"):
         pk.silu_and_mul(torch.ones(2, 7, device=device))
     q = torch.ones(2, 1, 8, device=device)
-    table = torch.ones(4, 5, device=device)
-    with pytest.raises(ValueError, match="rotate 10 dimensions"):
-        pk.rotary(q, q, torch.zeros(2, dtype=torch.int64, device=device), table, table)
-    with pytest.raises(ValueError, match="cos has dtype"):
-        pk.rotary(q, q, torch.zeros(2, dtype=torch.int64, device=device), table.half(), table)
+    positions = torch.zeros(2, dtype=torch.int64, device=device)
+    angles = torch.ones(4, 5, device=device)
+    with pytest.raises(ValueError, match="sin has shape"):
+        pk.rotary_table(angles, angles[:2])
+    table = pk.rotary_table(angles, angles)
+    with pytest.raises(ValueError, match="rotates 10 dimensions"):
+        pk.rotary(q, positions, table)
+    with pytest.raises(ValueError, match="table has dtype"):
+        pk.rotary(q, positions, table.half())
+    with pytest.raises(ValueError, match="table has shape"):
+        pk.rotary(q, positions, table.flatten(1))
+    with pytest.raises(ValueError, match="positions has shape"):
+        pk.rotary(q, positions[:1], table[..., :4])

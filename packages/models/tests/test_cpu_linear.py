@@ -36,6 +36,18 @@ def test_the_product_is_that_of_linear(rows: int, columns: int, bias: bool) -> N
         torch.testing.assert_close(packed(x), linear(x), atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.skipif(not can_pack(), reason="this PyTorch or CPU lacks the packed product")
+def test_few_rows_are_padded_without_a_trace() -> None:
+    packed = PackedLinear(_linear(96, 40, bias=True))
+    x = torch.randn(7, 40)
+    full = packed(x)
+    for tokens in range(1, 7):
+        few = packed(x[:tokens])
+        assert few.shape == (tokens, 96)
+        assert few.is_contiguous()
+        torch.testing.assert_close(few, full[:tokens], atol=1e-5, rtol=1e-5)
+
+
 def test_plain_layers_stay_where_packing_is_missing(
     tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

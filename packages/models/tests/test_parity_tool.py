@@ -233,13 +233,12 @@ BREAKS: dict[str, tuple[str, str, dict[str, str], tuple[str, ...], Where | None,
     ),
     "rotary half": (
         "pagetide_kernels", "small_ops.py",
-        {"x32[..., :half], x32[..., half : 2 * half]":
-         "x32[..., : 2 * half : 2], x32[..., 1 : 2 * half : 2]"},
-        CPU, (0, "rotated q", 0, 0), (0, "rotated q", 0, 0),
+        {"x32.roll(rotary_dim // 2, dims=-1)": "x32.roll(1, dims=-1)"},
+        CPU, (0, "rotated q", 1, 0), (0, "rotated q", 1, 0),
     ),
     "rotary sign": (
         "pagetide_kernels", "small_ops.py",
-        {"addcmul_(second, sin, value=-1)": "addcmul_(second, sin, value=1)"},
+        {"torch.cat((-sin, sin), dim=-1)": "torch.cat((sin, -sin), dim=-1)"},
         CPU, (0, "rotated q", 1, 0), (0, "rotated q", 1, 0),
     ),
     "gate and up": (

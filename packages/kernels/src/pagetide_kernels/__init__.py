@@ -18,6 +18,7 @@ from pagetide_kernels.small_ops import (
     layer_norm,
     rms_norm,
     rotary,
+    rotary_table,
     silu_and_mul,
 )
 
@@ -40,6 +41,7 @@ __all__ = [
     "philox_uniform",
     "rms_norm",
     "rotary",
+    "rotary_table",
     "sample",
     "select_backend",
     "silu_and_mul",

@@ -12,7 +12,15 @@ from torch.nn import functional
 
 from pagetide_kernels.validation import require_tensor
 
-__all__ = ["add_rms_norm", "gelu_tanh", "layer_norm", "rms_norm", "rotary", "silu_and_mul"]
+__all__ = [
+    "add_rms_norm",
+    "gelu_tanh",
+    "layer_norm",
+    "rms_norm",
+    "rotary",
+    "rotary_table",
+    "silu_and_mul",
+]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -58,50 +66,49 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def rotary(
-    q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their positions, half-split (arXiv:2104.09864, GPT-NeoX's layout).
+def rotary_table(cos: Tensor, sin: Tensor) -> Tensor:
+    """What `rotary` multiplies by: of each position the cosines twice, then -sines and sines.
 
-    Dimension ``i`` of the first half of the rotated part pairs with dimension ``i`` of its second
-    half; dimensions beyond ``rotary_dim`` pass through. Build the tables from float64 angles: an
-    angle rounded to a 16-bit float is wrong by whole radians at position 2,000.
+    Build it from float64 angles: one rounded to a 16-bit float is wrong by whole radians at
+    position 2,000.
 
     Args:
-        q: [T, num_heads, head_dim].
-        k: [T, num_kv_heads, head_dim], of ``q``'s dtype.
-        positions: int32 or int64 [T].
-        cos: float32 [max_position, rotary_dim / 2], cosines of the angles.
+        cos: [max_position, rotary_dim / 2], cosines of the angles.
         sin: like ``cos``, sines.
 
     Returns:
-        The rotated q and k, new tensors.
+        float32 [max_position, 2, 1, rotary_dim].
     """
-    num_tokens, _, head_dim = q.shape
-    require_tensor("k", k, (num_tokens, None, head_dim), q.dtype, q.device)
-    require_tensor("positions", positions, (num_tokens,), None, q.device)
-    require_tensor("cos", cos, (None, None), torch.float32, q.device)
-    require_tensor("sin", sin, cos.shape, torch.float32, q.device)
-    if 2 * cos.shape[1] > head_dim:
-        raise ValueError(
-            f"cos has {cos.shape[1]} columns, which rotate {2 * cos.shape[1]} dimensions; "
-            f"a head has {head_dim}"
-        )
-    cos = cos.index_select(0, positions).unsqueeze(1)
-    sin = sin.index_select(0, positions).unsqueeze(1)
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    require_tensor("sin", sin, cos.shape, cos.dtype, cos.device)
+    halves = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
+    return halves.float().unsqueeze(2)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = cos.shape[-1]
+def rotary(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """Rotate heads by their positions, half-split (arXiv:2104.09864, GPT-NeoX's layout).
+
+    Dimension ``i`` of the first half of the rotated part pairs with dimension ``i`` of its second
+    half; dimensions beyond ``rotary_dim`` pass through.
+
+    Args:
+        x: [T, heads, head_dim]; queries and keys side by side cost one call.
+        positions: int32 or int64 [T].
+        table: float32 [max_position, 2, 1, rotary_dim], from `rotary_table`.
+
+    Returns:
+        The rotated heads, a new tensor like ``x``.
+    """
+    require_tensor("positions", positions, x.shape[:1], None, x.device)
+    require_tensor("table", table, (table.shape[0], 2, 1, table.shape[-1]), torch.float32, x.device)
+    rotary_dim, head_dim = table.shape[-1], x.shape[-1]
+    if rotary_dim > head_dim:
+        raise ValueError(f"table rotates {rotary_dim} dimensions; a head has {head_dim}")
+    if rotary_dim < head_dim:
+        rotated = rotary(x[..., :rotary_dim], positions, table)
+        return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+    cos, sin = table.index_select(0, positions).unbind(1)
     x32 = x.float()
-    first, second = x32[..., :half], x32[..., half : 2 * half]
-    rotated = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=rotated[..., half : 2 * half]).addcmul_(first, sin)
-    if 2 * half < x.shape[-1]:
-        rotated[..., 2 * half :] = x32[..., 2 * half :]
-    return rotated.to(x.dtype)
+    return (x32 * cos).addcmul_(x32.roll(rotary_dim // 2, dims=-1), sin).to(x.dtype)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

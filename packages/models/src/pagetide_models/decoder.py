@@ -117,14 +117,10 @@ class CausalLM(nn.Module):
             [T, hidden_size] in `dtype`, after the final norm.
 
         Raises:
-            ValueError: The cache has another layout than `kv_cache_spec`, or a sequence is longer
-                than the context.
+            ValueError: The cache has another layout than `kv_cache_spec`, the arguments are of
+                different steps or devices, or a sequence is longer than the context.
         """
-        if kv_cache.spec != self.kv_cache_spec:
-            raise ValueError(
-                f"kv_cache has {kv_cache.spec}, but the model was loaded for {self.kv_cache_spec}; "
-                "make the cache from model.kv_cache_spec"
-            )
+        self._check_step(input_ids, positions, kv_cache, metadata)
         self._check_context(positions, metadata)
         if metadata.work_list is None:
             metadata = self.backend.prepare(metadata, self.attention_shape)
@@ -136,6 +132,31 @@ class CausalLM(nn.Module):
             update, residual = layer(update, residual, positions, kv_cache, metadata)
         hidden, _ = self.norm(update, residual)
         return hidden
+
+    def _check_step(
+        self, input_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+    ) -> None:
+        # Once for all layers, which hand what they are given straight to the back end.
+        if kv_cache.spec != self.kv_cache_spec:
+            raise ValueError(
+                f"kv_cache has {kv_cache.spec}, but the model was loaded for {self.kv_cache_spec}; "
+                "make the cache from model.kv_cache_spec"
+            )
+        if metadata.block_size != self.kv_cache_spec.block_size:
+            raise ValueError(
+                f"metadata is of blocks of {metadata.block_size} tokens, but the cache's have "
+                f"{self.kv_cache_spec.block_size}"
+            )
+        for name, tensor in (("input_ids", input_ids), ("positions", positions)):
+            if tensor.shape != (metadata.num_tokens,):
+                raise ValueError(
+                    f"{name} has shape {list(tensor.shape)}, but metadata is of a step of "
+                    f"{metadata.num_tokens} tokens"
+                )
+        device = self.embedding.weight.device
+        for name, place in (("kv_cache", kv_cache.device), ("metadata", metadata.device)):
+            if place != device:
+                raise ValueError(f"{name} is on {place}, but the model is on {device}")
 
     def _check_context(self, positions: Tensor, metadata: AttentionMetadata) -> None:
         # On a GPU a table read beyond its end is a device assert: every later call would fail too.

@@ -12,6 +12,7 @@ import torch
 from pagetide_kernels import AttentionShape, select_backend
 from pagetide_kvcache import KVCacheSpec, KVDType
 from pagetide_models.cpu_linear import pack_linears
+from pagetide_models.cpu_norm import replace_rms_norms
 from pagetide_models.decoder import CausalLM
 from pagetide_models.options import BuildOptions, dtype_candidates
 from pagetide_models.source import ModelSource, open_model
@@ -81,6 +82,7 @@ def load_model(
             source.path,
         )
     pack_linears(model)
+    replace_rms_norms(model)
     return model.eval()
 
 

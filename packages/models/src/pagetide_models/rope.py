@@ -66,8 +66,7 @@ class RotaryEmbedding:
     in half precision is off by whole radians).
 
     Attributes:
-        cos: float32 [max_position_embeddings, rotary_dim / 2], times YaRN's attention factor.
-        sin: Like `cos`.
+        table: float32, see `pagetide_kernels.rotary_table`; times YaRN's attention factor.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
@@ -77,9 +76,19 @@ class RotaryEmbedding:
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float64)
         angles = torch.outer(positions, frequencies)
         factor = 1.0 if scaling is None else scaling.attention_factor
-        self.cos = (angles.cos() * factor).float().to(device)
-        self.sin = (angles.sin() * factor).float().to(device)
+        table = kernels.rotary_table(angles.cos() * factor, angles.sin() * factor)
+        self.table = table.to(device)
 
-    def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate q [T, num_heads, head_dim] and k [T, num_kv_heads, head_dim]; new tensors."""
-        return kernels.rotary(q, k, positions, self.cos, self.sin)
+    @property
+    def cos(self) -> Tensor:
+        """float32 [max_position_embeddings, rotary_dim / 2], a view."""
+        return self.table[:, 0, 0, : self.table.shape[-1] // 2]
+
+    @property
+    def sin(self) -> Tensor:
+        """Like `cos`."""
+        return self.table[:, 1, 0, self.table.shape[-1] // 2 :]
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate x [T, heads, head_dim] by its positions [T]; a new tensor."""
+        return kernels.rotary(x, positions, self.table)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagetide_kernels.backends import AttentionBackend
 from pagetide_kernels.cpu.attention import attend_batch, attend_long
-from pagetide_kernels.cpu.store import store_in_blocks
+from pagetide_kernels.cpu.store import store_in_blocks, store_rows
 from pagetide_kernels.cpu.tiles import Tiles
 from pagetide_kernels.cpu.work_list import WorkList
 from pagetide_kernels.metadata import AttentionMetadata, AttentionShape
@@ -92,7 +92,7 @@ class CpuBackend(AttentionBackend):
         for x, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
             x = x[: work.num_tokens]
             if scales is None:
-                cache[block_ids, :, offsets] = x.to(cache.dtype)
+                store_rows(x, cache, work)
             elif shape.kv_dtype == "int8-block":
                 store_in_blocks(x.float(), cache, scales[:, :, 0], block_ids, offsets)
             else:

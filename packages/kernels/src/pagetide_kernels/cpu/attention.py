@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from pagetide_kernels.cpu.tiles import Tiles
-from pagetide_kernels.cpu.work_list import QUERY_TILE, LongQuery, ShortQueryBatch
+from pagetide_kernels.cpu.work_list import QUERY_TILE, Chunk, LongQuery, ShortQueryBatch
 
 __all__ = ["attend_batch", "attend_long"]
 
@@ -28,32 +30,35 @@ def attend_batch(
         float32 [num_seqs * query_len, num_heads, head_dim].
     """
     num_tokens, num_heads, head_dim = q.shape
-    num_seqs, query_len, num_keys = batch.mask.shape
+    num_seqs, query_len = batch.num_seqs, batch.query_len
     num_kv_heads = keys.num_kv_heads
     group_size = num_heads // num_kv_heads
     num_rows = num_seqs * num_kv_heads
-    q = q.view(num_seqs, query_len, num_kv_heads, group_size, head_dim).permute(0, 2, 3, 1, 4)
+    if query_len > 1:
+        q = q.view(num_seqs, query_len, num_kv_heads, group_size, head_dim).permute(0, 2, 3, 1, 4)
     q = q.reshape(num_rows, group_size * query_len, head_dim)
 
-    scores = torch.cat(
-        [
-            q @ keys.gather("k", chunk.tile_ids, num_rows, chunk.padding_ids).transpose(1, 2)
-            for chunk in batch.chunks
-        ],
-        dim=-1,
-    )
+    def gather(name: str, tiles: Tiles, chunk: Chunk) -> Tensor:
+        gathered = tiles.gather(name, chunk.tile_ids, num_rows, chunk.padding_ids)
+        return gathered[:, : chunk.stop - chunk.start]
+
+    products = [q @ gather("k", keys, chunk).transpose(1, 2) for chunk in batch.chunks]
+    scores = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
     if soft_cap is not None:
         scores.div_(soft_cap).tanh_().mul_(soft_cap)
-    by_head = (num_seqs, num_kv_heads * group_size, query_len, num_keys)
-    scores.view(by_head).add_(batch.mask.unsqueeze(1))
+    if batch.mask is not None:
+        by_head = (num_seqs, num_heads, query_len, scores.shape[-1])
+        scores.view(by_head).add_(batch.mask.unsqueeze(1))
     weights = torch.softmax(scores, dim=-1)
 
-    attended = torch.zeros(q.shape)
-    for chunk in batch.chunks:
-        v = values.gather("v", chunk.tile_ids, num_rows, chunk.padding_ids)
-        attended.baddbmm_(weights[:, :, chunk.start : chunk.stop], v)
-    attended = attended.view(num_seqs, num_kv_heads, group_size, query_len, head_dim)
-    return attended.permute(0, 3, 1, 2, 4).reshape(num_tokens, num_heads, head_dim)
+    attended = reduce(
+        Tensor.add_,
+        (weights[:, :, c.start : c.stop] @ gather("v", values, c) for c in batch.chunks),
+    )
+    if query_len > 1:
+        attended = attended.view(num_seqs, num_kv_heads, group_size, query_len, head_dim)
+        attended = attended.permute(0, 3, 1, 2, 4)
+    return attended.reshape(num_tokens, num_heads, head_dim)
 
 
 def attend_long(

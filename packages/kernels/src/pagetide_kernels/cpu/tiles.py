@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 
 import torch
 from torch import Tensor
@@ -15,17 +15,19 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._views: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
 
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor, valid until ``name`` is taken again with the same dtype."""
-        num_elements = 1
-        for size in shape:
-            num_elements *= size
-        buffer = self._buffers.get((name, dtype))
-        if buffer is None or buffer.numel() < num_elements:
-            buffer = torch.empty(num_elements, dtype=dtype)
-            self._buffers[name, dtype] = buffer
-        return buffer[:num_elements].view(tuple(shape))
+        view = self._views.get((name, shape, dtype))
+        if view is None:
+            num_elements = math.prod(shape)
+            buffer = self._buffers.get((name, dtype))
+            if buffer is None or buffer.numel() < num_elements:
+                buffer = torch.empty(num_elements, dtype=dtype)
+                self._buffers[name, dtype] = buffer
+            view = self._views[name, shape, dtype] = buffer[:num_elements].view(shape)
+        return view
 
 
 class Tiles:
@@ -50,7 +52,7 @@ class Tiles:
         shape = (len(tile_ids), block_size, head_dim)
         tiles = self._scratch.take(name, shape, self._cache.dtype)
         _select(self._cache, tile_ids, tiles)
-        if self._scales is None:
+        if self._scales is None and len(padding_ids):
             tiles.view(-1, head_dim).index_fill_(0, padding_ids, 0)
         if tiles.dtype != torch.float32:
             tiles = self._scratch.take(name, shape, torch.float32).copy_(tiles)

@@ -36,9 +36,9 @@ class Chunk:
         start: first key column of the batch that the chunk holds.
         stop: the column behind its last.
         tile_ids: int64 [B * num_kv_heads * blocks], ``block_id * num_kv_heads + head``.
-        padding_ids: int64, the gathered keys ``(sequence, head, key)`` that lie beyond their
-            sequence;
-            their slots may hold anything, NaN included, and must be zeroed.
+        padding_ids: int64, the gathered keys ``(sequence, head, key)`` below ``stop`` that lie
+            beyond their sequence; their slots may hold anything, NaN included, and must be zeroed.
+            Keys that were gathered beyond ``stop`` are cut off instead.
     """
 
     start: int
@@ -53,13 +53,14 @@ class ShortQueryBatch:
 
     Attributes:
         tokens: the step's tokens of the batch, sequence by sequence: a slice, or int64 ids.
-        mask: float32 [num_seqs, query_len, keys], 0 where visible, else -inf.
+        mask: float32 [num_seqs, query_len, keys], 0 where visible, else -inf; None where every
+            query sees every key, as a lone sequence does that decodes.
     """
 
     tokens: slice | Tensor
     num_seqs: int
     query_len: int
-    mask: Tensor
+    mask: Tensor | None
     chunks: tuple[Chunk, ...]
 
 
@@ -127,6 +128,7 @@ class WorkList:
         is_every_token_attended: whether attention writes every one of the step's tokens.
         slot_block_ids: int64 [num_tokens], where ``store_kv`` writes.
         slot_offsets: int64 [num_tokens].
+        slot_rows: int64 [num_tokens * num_kv_heads], the same as rows of the flattened cache.
     """
 
     shape: AttentionShape
@@ -134,6 +136,7 @@ class WorkList:
     is_every_token_attended: bool
     slot_block_ids: Tensor
     slot_offsets: Tensor
+    slot_rows: Tensor
     scratch: Scratch
     _sequences: tuple[_Sequence, ...]
     _block_tables: Tensor
@@ -152,12 +155,15 @@ class WorkList:
             if stop > start and seq_len > 0
         )
         slots = metadata.slot_mapping[: stops[-1]]
+        block_ids, offsets = slots // shape.block_size, slots % shape.block_size
+        tile_ids = block_ids.unsqueeze(1) * shape.num_kv_heads + torch.arange(shape.num_kv_heads)
         return cls(
             shape=shape,
             num_tokens=stops[-1],
             is_every_token_attended=sum(s.query_len for s in sequences) == metadata.num_tokens,
-            slot_block_ids=slots // shape.block_size,
-            slot_offsets=slots % shape.block_size,
+            slot_block_ids=block_ids,
+            slot_offsets=offsets,
+            slot_rows=(tile_ids * shape.block_size + offsets.unsqueeze(1)).view(-1),
             scratch=Scratch(),
             _sequences=sequences,
             _block_tables=metadata.block_tables,
@@ -207,18 +213,20 @@ class WorkList:
         ).unsqueeze(1)
         last_blocks = (seq_lens - 1) // block_size
         num_blocks = int((last_blocks - first_blocks).max()) + 1
+        num_keys = int((seq_lens - first_blocks * block_size).max())
 
         # A shorter sequence repeats its last block, never one that it does not own.
         columns = torch.minimum(first_blocks + torch.arange(num_blocks), last_blocks)
         block_ids = self._block_tables[rows.unsqueeze(1), columns].long()
         tile_ids = block_ids.unsqueeze(1) * num_kv_heads + torch.arange(num_kv_heads).unsqueeze(1)
 
-        keys = first_blocks * block_size + torch.arange(num_blocks * block_size)
+        keys = first_blocks * block_size + torch.arange(num_keys)
         queries = (seq_lens - query_len + torch.arange(query_len)).unsqueeze(2)
         is_hidden = keys.unsqueeze(1) > queries
         if window is not None:
             is_hidden |= keys.unsqueeze(1) <= queries - window
-        is_padding = (keys >= seq_lens).unsqueeze(1).expand(-1, num_kv_heads, -1)
+        is_padding = torch.zeros(len(sequences), num_kv_heads, num_blocks * block_size).bool()
+        is_padding[:, :, :num_keys] = (keys >= seq_lens).unsqueeze(1)
 
         block_elements = tile_ids[:, :, 0].numel() * block_size * self.shape.head_dim
         num_chunks = -(-num_blocks * block_elements // CHUNK_ELEMENTS)
@@ -230,7 +238,7 @@ class WorkList:
             chunks.append(
                 Chunk(
                     start=start,
-                    stop=stop,
+                    stop=min(stop, num_keys),
                     tile_ids=tile_ids[:, :, first:last].reshape(-1),
                     padding_ids=is_padding[:, :, start:stop].reshape(-1).nonzero().view(-1),
                 )
@@ -239,7 +247,7 @@ class WorkList:
             tokens=_token_ids(sequences),
             num_seqs=len(sequences),
             query_len=query_len,
-            mask=_additive(is_hidden),
+            mask=_additive(is_hidden) if is_hidden.any() else None,
             chunks=tuple(chunks),
         )
 
