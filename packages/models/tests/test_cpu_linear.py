@@ -37,7 +37,7 @@ def test_the_product_is_that_of_linear(rows: int, columns: int, bias: bool) -> N
 
 
 @pytest.mark.skipif(not can_pack(), reason="this PyTorch or CPU lacks the packed product")
-def test_few_rows_are_padded_without_a_trace() -> None:
+def test_few_rows_are_repeated_without_a_trace() -> None:
     packed = PackedLinear(_linear(96, 40, bias=True))
     x = torch.randn(7, 40)
     full = packed(x)
