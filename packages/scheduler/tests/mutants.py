@@ -26,6 +26,7 @@ ORDER = (
     "test_params",
     "test_pitfalls",
     "test_samples",
+    "test_prompt_logprobs",
     "test_swap",
     "test_admission",
     "test_reservation",
@@ -363,6 +364,18 @@ MUTANTS = (
         "blocks",
         "reads_cache = not request.params.prompt_logprobs",
         "reads_cache = True",
+    ),
+    Mutant(
+        "prompt log-probabilities in the wrong place after a new start",
+        "results",
+        "request.prompt_logprobs[part.start - 1 : end] = ",
+        "request.prompt_logprobs[len(request.prompt_logprobs) :] = ",
+    ),
+    Mutant(
+        "a prompt half scored goes on in another row",
+        "leaving",
+        "is_scored = request.params.prompt_logprobs and request.first_token_time is None",
+        "is_scored = False",
     ),
 )
 

@@ -14,22 +14,18 @@ from pagetide_scheduler.errors import (
 )
 from pagetide_scheduler.leaving import Preemption
 from pagetide_scheduler.params import SamplingParams
-from pagetide_scheduler.plan import (
-    RequestOutput,
-    SampleError,
-    StepOutput,
-    StepPlan,
-    StepResult,
-)
+from pagetide_scheduler.plan import RequestOutput, StepOutput, StepPlan
 from pagetide_scheduler.records import StepRecord
 from pagetide_scheduler.request import FinishReason, LengthLimit, Request, RequestState
 from pagetide_scheduler.scheduler import Scheduler
+from pagetide_scheduler.step_result import PromptLogprobs, SampleError, StepResult
 
 __all__ = [
     "FinishReason",
     "LengthLimit",
     "PlanOrderError",
     "Preemption",
+    "PromptLogprobs",
     "Request",
     "RequestOutput",
     "RequestRefusedError",

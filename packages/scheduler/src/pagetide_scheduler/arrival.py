@@ -69,6 +69,7 @@ class Arrivals:
                 stop_token_ids=stop_token_ids(wishes, self._eos_token_ids),
                 columns=state.columns,
                 queue_key=number,
+                prompt_logprobs=array("f") if wishes.prompt_logprobs else None,
             )
             requests.append(request)
         self._num_made += len(requests)

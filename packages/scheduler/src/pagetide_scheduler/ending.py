@@ -22,6 +22,7 @@ def make_output(
     )
     admitted = now if request.admitted_time is None else request.admitted_time
     first = now if request.first_token_time is None else request.first_token_time
+    logprobs = request.prompt_logprobs
     return RequestOutput(
         request_id=request.request_id,
         prompt_token_ids=tuple(prompt),
@@ -33,4 +34,5 @@ def make_output(
         prefill_seconds=first - admitted,
         decode_seconds=now - first,
         error=error,
+        prompt_logprobs=None if logprobs is None else (None, *logprobs),
     )

@@ -15,9 +15,10 @@ from pagetide_scheduler.config import SchedulerConfig
 from pagetide_scheduler.errors import SchedulerError
 from pagetide_scheduler.leaving import Preemption
 from pagetide_scheduler.params import SamplingParams
-from pagetide_scheduler.plan import RequestOutput, SampleError, StepOutput, StepPlan, StepResult
+from pagetide_scheduler.plan import RequestOutput, StepOutput, StepPlan
 from pagetide_scheduler.request import FinishReason, Request
 from pagetide_scheduler.scheduler import Scheduler
+from pagetide_scheduler.step_result import SampleError, StepResult
 
 
 class ReplayMismatchError(SchedulerError):

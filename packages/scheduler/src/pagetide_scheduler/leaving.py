@@ -59,7 +59,9 @@ def weigh(state: SchedulerState, request: Request, forced: Preemption | None = N
     references = [ref_count[block_id] for block_id in table]
     num_computed = request.num_computed_tokens
     recompute = Sacrifice(Preemption.RECOMPUTE, 0, 0, references.count(1), num_computed)
-    if host is None or forced is Preemption.RECOMPUTE:
+    # Half a prompt's log-probabilities cannot be gone on with in another row.
+    is_scored = request.params.prompt_logprobs and request.first_token_time is None
+    if host is None or forced is Preemption.RECOMPUTE or is_scored:
         return recompute
     num_full = num_computed // blocks.block_size
     num_kept = max((i + 1 for i in range(num_full) if references[i] > 1), default=0)

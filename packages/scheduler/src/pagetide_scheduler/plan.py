@@ -165,55 +165,6 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleError:
-    """An error of one sample: its index in the plan's sampling columns, and what went wrong."""
-
-    sample: int
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step produced, in the order of the plan's sampling columns.
-
-    Attributes:
-        token_ids: Accepted tokens. int32 [S, K]
-        num_tokens: How many of each row's K count. int32 [S]
-        logprobs: Their log-probabilities, if any were asked for. float32 [S, K]
-        errors: Samples that failed; their requests end, the others go on.
-
-    Raises:
-        ValueError: Columns whose shapes disagree, or an error for a sample that does not exist.
-    """
-
-    token_ids: Int32Column
-    num_tokens: Int32Column
-    logprobs: npt.NDArray[np.float32] | None = None
-    errors: tuple[SampleError, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.token_ids.ndim != 2 or self.num_tokens.shape != self.token_ids.shape[:1]:
-            raise ValueError(
-                f"token_ids must be [S, K] and num_tokens [S], got {self.token_ids.shape} and "
-                f"{self.num_tokens.shape}"
-            )
-        if self.logprobs is not None and self.logprobs.shape != self.token_ids.shape:
-            raise ValueError(
-                f"logprobs must have the shape of token_ids {self.token_ids.shape}, got "
-                f"{self.logprobs.shape}"
-            )
-        for error in self.errors:
-            if not 0 <= error.sample < len(self.num_tokens):
-                raise ValueError(f"error for sample {error.sample} of {len(self.num_tokens)}")
-
-    @classmethod
-    def of(cls, token_ids: npt.ArrayLike, *, errors: tuple[SampleError, ...] = ()) -> StepResult:
-        """One token a sample, from anything that numpy reads as [S] integers."""
-        column = np.asarray(token_ids, np.int32).reshape(-1, 1)
-        return cls(column, np.ones(len(column), np.int32), errors=errors)
-
-
-@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """A request that has ended, with everything its caller is told.
 
@@ -228,6 +179,9 @@ class RequestOutput:
         prefill_seconds: From there to its first token, or to its end if there was none.
         decode_seconds: From there to its end.
         error: What went wrong, for `FinishReason.ERROR`.
+        prompt_logprobs: Log-probability of each prompt token given those before it, if asked for:
+            None for the first token, which follows nothing. One that ended before its prompt was
+            computed has fewer.
     """
 
     request_id: str
@@ -240,6 +194,7 @@ class RequestOutput:
     prefill_seconds: float
     decode_seconds: float
     error: str | None = None
+    prompt_logprobs: tuple[float | None, ...] | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

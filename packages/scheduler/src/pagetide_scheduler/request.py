@@ -85,6 +85,8 @@ class Request:
         num_skips: Steps in which a later request was admitted past it since it began to wait.
         prefix_path: How much of it the prefix cache knew when it was last asked; holds no block.
         swapped: Where its blocks are, if it was swapped out.
+        prompt_logprobs: Log-probabilities of the prompt's tokens from the second on, as far as
+            they are known, if the user asked for them; samples of a prompt share them.
         last_step: The last plan that names it, while it does not run (a running request's is in
             the columns).
     """
@@ -115,6 +117,7 @@ class Request:
     admitted_time: float | None = None
     first_token_time: float | None = None
     finish_reason: FinishReason | None = None
+    prompt_logprobs: array[float] | None = None
 
     @property
     def state(self) -> RequestState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
 import numpy as np
@@ -14,10 +15,10 @@ from pagetide_scheduler.plan import (
     RequestOutput,
     StepOutput,
     StepPlan,
-    StepResult,
 )
 from pagetide_scheduler.request import FinishReason, Request
 from pagetide_scheduler.state import SchedulerState
+from pagetide_scheduler.step_result import StepResult
 from pagetide_scheduler.stop_tokens import StopTokens
 
 TOKEN_BYTES = 4  # int32
@@ -40,6 +41,12 @@ def take_in_order(state: SchedulerState, plan: StepPlan, result: StepResult) -> 
             f"plan {plan.step_id} has {plan.num_samples} samples, the result "
             f"{len(result.num_tokens)}"
         )
+    for part in result.prompt_logprobs:
+        if not 0 <= part.sequence < plan.num_seqs or part.start < 1:
+            raise ValueError(
+                f"prompt_logprobs of sequence {part.sequence} from position {part.start}: plan "
+                f"{plan.step_id} has {plan.num_seqs} sequences, and positions count from 1"
+            )
     is_odd = result.num_tokens != 1
     if np.count_nonzero(is_odd):
         is_odd[[error.sample for error in result.errors]] = False
@@ -89,6 +96,16 @@ def commit_full_blocks(state: SchedulerState, plan: StepPlan, are_held: Mask | N
     for missed in state.blocks.commit_next(names, indices, contents):
         request = decoding[missed]
         state.blocks.commit(names[missed], request.tokens, len(request.tokens))
+
+
+def note_prompt_logprobs(plan: StepPlan, result: StepResult) -> None:
+    """Keeps them with their requests, whatever has become of these: the samples share them."""
+    for part in result.prompt_logprobs:
+        request = plan.sequences.requests[part.sequence]
+        if request.prompt_logprobs is not None:
+            # One that starts over computes the same again.
+            end = part.start - 1 + len(part.values)
+            request.prompt_logprobs[part.start - 1 : end] = array("f", part.values.tolist())
 
 
 class ResultReader:

@@ -74,6 +74,7 @@ def _fork(state: SchedulerState, draft: PlanDraft, leader: Request, follower: Re
     state.running.add(follower)
     follower.leader = None
     follower.num_cached_tokens = num_tokens
+    follower.prompt_logprobs = leader.prompt_logprobs
     draft.new.append(follower)
     draft.forks.append(Fork(leader, follower))
     draft.change_tables(repeat(row, len(table)), range(len(table)), table)

@@ -18,16 +18,22 @@ from pagetide_scheduler.ending import make_output
 from pagetide_scheduler.entrance import try_to_admit
 from pagetide_scheduler.leaving import Preemption, forget_blocks, give_up, release, weigh
 from pagetide_scheduler.params import SamplingParams
-from pagetide_scheduler.plan import Batch, RequestOutput, StepOutput, StepPlan, StepResult
+from pagetide_scheduler.plan import Batch, RequestOutput, StepOutput, StepPlan
 from pagetide_scheduler.policies import make_policy
 from pagetide_scheduler.records import StepRecord, explain
 from pagetide_scheduler.recovery import Recovery
 from pagetide_scheduler.request import FinishReason, Request
-from pagetide_scheduler.results import ResultReader, commit_full_blocks, take_in_order
+from pagetide_scheduler.results import (
+    ResultReader,
+    commit_full_blocks,
+    note_prompt_logprobs,
+    take_in_order,
+)
 from pagetide_scheduler.running import RunningSet
 from pagetide_scheduler.samples import follow, fork_samples, hand_over, unfollow
 from pagetide_scheduler.serving import serve_running
 from pagetide_scheduler.state import Progress, SchedulerState
+from pagetide_scheduler.step_result import StepResult
 from pagetide_scheduler.stop_tokens import StopTokens
 from pagetide_scheduler.verification import verify_scheduler
 from pagetide_scheduler.waiting import WaitingQueue
@@ -271,6 +277,7 @@ class Scheduler:
         take_in_order(state, plan, result)
         are_held = state.columns.are_held(plan.sequences.rows, plan.step_id)
         commit_full_blocks(state, plan, are_held)
+        note_prompt_logprobs(plan, result)
         self._recovery.clear(plan.samples)
         if plan.samples is not plan.sequences:
             are_held = state.columns.are_held(plan.samples.rows, plan.step_id)

@@ -12,8 +12,9 @@ from pagetide_kvcache import BlockManager
 from pagetide_scheduler.config import SchedulerConfig
 from pagetide_scheduler.errors import RequestTooLargeError
 from pagetide_scheduler.params import SamplingParams
-from pagetide_scheduler.plan import RequestOutput, StepPlan, StepResult
+from pagetide_scheduler.plan import RequestOutput, StepPlan
 from pagetide_scheduler.scheduler import Scheduler
+from pagetide_scheduler.step_result import StepResult
 from pagetide_scheduler.trace import TraceRequest
 
 EOS = 0
