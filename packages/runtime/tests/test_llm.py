@@ -217,8 +217,3 @@ def test_a_stop_token_beyond_the_vocabulary_never_comes_and_harms_nobody(llm: LL
     params = SamplingParams(temperature=0, max_tokens=4, min_tokens=3, stop_token_ids=(10**6,))
     (completion,) = llm.generate("The capital of France is", params)
     assert completion.num_generated_tokens == 4 and completion.error is None
-
-
-def test_what_is_not_reported_is_refused_not_dropped(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="prompt_logprobs"):
-        llm.generate("Hello", SamplingParams(prompt_logprobs=True))

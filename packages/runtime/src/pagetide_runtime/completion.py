@@ -53,6 +53,13 @@ class Completion:
         return self.output.num_generated_tokens
 
     @property
+    def prompt_logprobs(self) -> tuple[float | None, ...] | None:
+        """Log-probability of each prompt token given those before it, where
+        `SamplingParams(prompt_logprobs=True)` asked for them; None for the first token.
+        """
+        return self.output.prompt_logprobs
+
+    @property
     def error(self) -> str | None:
         """What went wrong, where the finish reason is ERROR."""
         return self.output.error

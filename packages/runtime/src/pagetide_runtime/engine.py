@@ -103,8 +103,17 @@ class Engine:
         *,
         priority: int = 0,
     ) -> tuple[Request, ...]:
-        """Queues several samples of one prompt, which is computed once; raises as `add_request`."""
+        """Queues several samples of one prompt, which is computed once.
+
+        Raises:
+            ValueError: as `add_request`, or they differ in `prompt_logprobs`.
+            EngineDeadError: as `add_request`.
+        """
         self._raise_if_dead()
+        if len({wishes.prompt_logprobs for wishes in params}) > 1:
+            raise ValueError(
+                "params of one prompt's samples must agree on prompt_logprobs: it is computed once"
+            )
         return self.scheduler.add_samples(request_ids, prompt_token_ids, params, priority=priority)
 
     def finish(

@@ -165,10 +165,6 @@ class LLM:
     def _add(
         self, index: int, prompt: Prompt, params: SamplingParams, n: int
     ) -> dict[str, _Active]:
-        if params.prompt_logprobs:
-            raise ValueError(
-                "prompt_logprobs=True: this runtime does not report the prompt's log-probabilities"
-            )
         text = prompt if isinstance(prompt, str) else None
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         samples = [params]

@@ -4,8 +4,8 @@
 
 writes tests/data/smollm2_answers.json: for 20 fixed prompts, as ids so that no tokenizer is
 involved in the comparison, transformers' greedy `generate` in fp32, the smallest distance between
-its two largest logits on the way, and logits of the last prompt position (the 50 largest, and every
-29th).
+its two largest logits on the way, logits of the last prompt position (the 50 largest, and every
+29th), and the log-probability of each prompt token but the first.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def answer(model: torch.nn.Module, text: str, prompt: list[int]) -> dict[str, ob
     last = logits[0]
     largest = last.topk(50)
     return {
+        "prompt_logprobs": prompt_logprobs(model, prompt),
         "text": text,
         "prompt": prompt,
         "tokens": out.sequences[0, len(prompt) :].tolist(),
@@ -107,6 +108,13 @@ def answer(model: torch.nn.Module, text: str, prompt: list[int]) -> dict[str, ob
         "largest_logits": [round(value, 5) for value in largest.values.tolist()],
         "every_29th": [round(value, 5) for value in last[::29].tolist()],
     }
+
+
+@torch.inference_mode()
+def prompt_logprobs(model: torch.nn.Module, prompt: list[int]) -> list[float]:
+    """Of each prompt token given those before it; the first has none before it."""
+    table = model(torch.tensor([prompt])).logits[0].log_softmax(dim=-1)
+    return [round(float(row[token]), 5) for row, token in zip(table, prompt[1:], strict=False)]
 
 
 if __name__ == "__main__":
