@@ -57,12 +57,9 @@ class CachedAttention(nn.Module):
 
     def _check_shapes(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:
         shape, num_tokens = self.shape, metadata.num_tokens
+        q_shape = (num_tokens, shape.num_heads, shape.head_dim)
         kv_shape = (num_tokens, shape.num_kv_heads, shape.head_dim)
-        for name, x, wanted in (
-            ("q", q, (num_tokens, shape.num_heads, shape.head_dim)),
-            ("k", k, kv_shape),
-            ("v", v, kv_shape),
-        ):
+        for name, x, wanted in (("q", q, q_shape), ("k", k, kv_shape), ("v", v, kv_shape)):
             if x.shape != wanted or x.dtype != shape.query_dtype or x.stride(-1) != 1:
                 raise ValueError(
                     f"{name} is {x.dtype} {list(x.shape)} with strides {list(x.stride())}; layer "

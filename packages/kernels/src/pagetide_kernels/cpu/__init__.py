@@ -88,9 +88,10 @@ class CpuBackend(AttentionBackend):
     ) -> None:
         """Write each token of a sequence to its slot, in the cache's dtype."""
         work = _work_list(metadata, shape)
+        if len(k) > work.num_tokens:
+            k, v = k[: work.num_tokens], v[: work.num_tokens]
         block_ids, offsets = work.slot_block_ids, work.slot_offsets
         for x, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
-            x = x[: work.num_tokens]
             if scales is None:
                 store_rows(x, cache, work)
             elif shape.kv_dtype == "int8-block":
