@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagetide_scheduler.plan import StepPlan
 from pagetide_scheduler.request import Request
 from pagetide_scheduler.reservation import Reservation
 from pagetide_scheduler.state import SchedulerState
@@ -36,6 +37,24 @@ class StepRecord:
     passed: tuple[str, ...]
     num_waiting: int
     num_available_blocks: int
+
+    @classmethod
+    def of(
+        cls, state: SchedulerState, plan: StepPlan, new: list[Request], passed: list[Request]
+    ) -> StepRecord:
+        """The record of `plan`, which gave rows to `new` and let later requests past `passed`."""
+        return cls(
+            step_id=plan.step_id,
+            num_tokens=plan.num_tokens,
+            num_seqs=plan.num_seqs,
+            num_samples=plan.num_samples,
+            num_copies=len(plan.copies),
+            admitted=tuple([request.request_id for request in new]),
+            preempted=tuple(state.progress.preempted),
+            passed=tuple([request.request_id for request in passed]),
+            num_waiting=len(state.waiting),
+            num_available_blocks=state.blocks.num_available_blocks,
+        )
 
 
 def explain(state: SchedulerState, request: Request, promise: Reservation | None) -> str:

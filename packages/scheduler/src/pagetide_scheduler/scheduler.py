@@ -6,19 +6,16 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 from pagetide_kvcache import BlockManager
-from pagetide_scheduler.admission import Outcome
 from pagetide_scheduler.arrival import Arrivals
 from pagetide_scheduler.assembly import EMPTY, PlanDraft
 from pagetide_scheduler.columns import RunningColumns
 from pagetide_scheduler.config import SchedulerConfig
 from pagetide_scheduler.ending import make_output
-from pagetide_scheduler.entrance import try_to_admit
 from pagetide_scheduler.leaving import Preemption, forget_blocks, give_up, release, weigh
 from pagetide_scheduler.params import SamplingParams
-from pagetide_scheduler.plan import Batch, RequestOutput, StepOutput, StepPlan
+from pagetide_scheduler.plan import RequestOutput, StepOutput, StepPlan
 from pagetide_scheduler.policies import make_policy
 from pagetide_scheduler.records import StepRecord, explain
 from pagetide_scheduler.recovery import Recovery
@@ -31,7 +28,7 @@ from pagetide_scheduler.results import (
 )
 from pagetide_scheduler.running import RunningSet
 from pagetide_scheduler.samples import follow, fork_samples, hand_over, unfollow
-from pagetide_scheduler.serving import serve_running
+from pagetide_scheduler.serving import fill
 from pagetide_scheduler.state import Progress, SchedulerState
 from pagetide_scheduler.step_result import StepResult
 from pagetide_scheduler.stop_tokens import StopTokens
@@ -246,13 +243,7 @@ class Scheduler:
         state = self._state
         state.blocks.start_plan()
         draft = PlanDraft(state.progress.next_step_id, state.config.max_num_batched_tokens)
-        passed: list[Request] = []
-        suspect = self._recovery.suspect
-        if suspect is not None:
-            self._plan_suspect(draft, suspect)
-        elif not serve_running(state, self._policy, draft, state.running.batch):
-            attempt = partial(try_to_admit, state, draft, self._clock)
-            passed = self._policy.admit(state.waiting, draft.step_id, attempt)
+        passed = fill(draft, state, self._policy, self._recovery.suspect, self._clock)
         if state.leaders:
             fork_samples(state, draft, self._clock())
         plan = draft.assemble(state.columns, state.swap_copies)
@@ -315,32 +306,12 @@ class Scheduler:
 
     def _submitted(self, plan: StepPlan, draft: PlanDraft, passed: list[Request]) -> None:
         """Counts a plan as in flight and writes its record."""
-        state, progress = self._state, self._state.progress
+        state = self._state
         state.plans.append(plan)
         state.swap_copies.clear()
-        record = StepRecord(
-            step_id=plan.step_id,
-            num_tokens=plan.num_tokens,
-            num_seqs=plan.num_seqs,
-            num_samples=plan.num_samples,
-            num_copies=len(plan.copies),
-            admitted=tuple([request.request_id for request in draft.new]),
-            preempted=tuple(progress.preempted),
-            passed=tuple([request.request_id for request in passed]),
-            num_waiting=len(state.waiting),
-            num_available_blocks=state.blocks.num_available_blocks,
-        )
-        self.records.append(record)
-        progress.preempted.clear()
-        progress.next_step_id += 1
-
-    def _plan_suspect(self, draft: PlanDraft, suspect: Request) -> None:
-        """Plans a request of a failed step alone, or the others until it can be."""
-        state = self._state
-        if suspect.row is not None:
-            serve_running(state, self._policy, draft, Batch.of((suspect,)))
-        elif try_to_admit(state, draft, self._clock, suspect) is not Outcome.ADMITTED:
-            serve_running(state, self._policy, draft, state.running.batch)
+        self.records.append(StepRecord.of(state, plan, draft.new, passed))
+        state.progress.preempted.clear()
+        state.progress.next_step_id += 1
 
     def _end(
         self,
