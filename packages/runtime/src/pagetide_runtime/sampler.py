@@ -70,9 +70,11 @@ class Sampler:
         """
         rows, positions = plan.sample_rows, plan.sample_positions
         self._mask_ends(logits, rows, positions)
-        is_sound = logits.amax(dim=-1).isfinite()
         if not self._temperature[rows].any():
-            return greedy(logits), is_sound
+            tokens = greedy(logits)
+            # It names the NaN where there is one, so a second pass over the logits can be spared.
+            return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1).isfinite()
+        is_sound = logits.amax(dim=-1).isfinite()
         temperature, top_k, top_p, keys = (
             state[inputs.sample_rows] for state in self._device_state
         )
