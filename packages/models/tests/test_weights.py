@@ -378,13 +378,8 @@ def test_weights_beyond_float16_are_refused_by_name(tmp_path: Path) -> None:
 def test_loading_leaves_no_second_copy(tmp_path: Path) -> None:
     random_llama(hidden_size=512, intermediate_size=1024, vocab_size=1000).save_pretrained(tmp_path)
     model = load_model(tmp_path)
-    # Packed linears hold no parameter: what is left are the embedding and the norms.
-    left = {name for name, _ in model.named_parameters()}
-    assert left == {
-        "embedding.weight",
-        "norm.weight",
-        *(f"layers.{i}.{norm}_norm.weight" for i in range(2) for norm in ("attention", "mlp")),
-    }
+    # Packed linears and the CPU's norms hold no parameter: what is left is the embedding.
+    assert [name for name, _ in model.named_parameters()] == ["embedding.weight"]
 
 
 def test_progress_is_silent_in_a_pipe(tmp_path: Path, capfd: Any) -> None:
