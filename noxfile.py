@@ -206,10 +206,10 @@ def _path_without_nvcc(folder: Path) -> str:
 def cuda(session: nox.Session) -> None:
     """The compiled CUDA library: its wheel, from PyPI's compilers, and its tests.
 
-    Compiles for sm_75 and sm_90; `-- all` for every architecture, `-- 80` for that one. Then the
+    Compiles for sm_75 and sm_90a; `-- all` for every architecture, `-- 80` for that one. Then the
     ladder of `benchmarks/ladder`, for both.
     """
-    architectures = session.posargs or ["75", "90"]
+    architectures = session.posargs or ["75", "90a"]
     chosen = "" if architectures == ["all"] else " ".join(architectures)
     no_nvcc = {"PATH": _path_without_nvcc(ROOT / "build" / "path-without-nvcc"), "CUDA_HOME": "",
                "CUDA_PATH": ""}  # fmt: skip

@@ -1,6 +1,6 @@
 """Compiles ``csrc`` into one shared library: used by the wheel's build hook, the tests and by hand.
 
-    python build_cuda.py --output src/pagetide_kernels/_lib --archs 90
+    python build_cuda.py --output src/pagetide_kernels/_lib --archs 90a
 
 Standard library only. Objects are kept under the checkout's ignored ``build`` folder by the digest
 of everything that made them, so that building again costs a second.
@@ -25,8 +25,9 @@ PACKAGE = Path(__file__).resolve().parent
 CSRC = PACKAGE / "csrc"
 LIBRARY_NAME = "libpagetide_kernels.so"
 # An architecture's machine code runs on the later ones of its generation: 80's on 8.6, 8.7 and 8.9,
-# 100's on 10.3, 120's on 12.1. The last one's PTX serves what comes later.
-ARCHITECTURES = ("75", "80", "90", "100", "120", "120-ptx")
+# 100's on 10.3, 120's on 12.1. The last one's PTX serves what comes later. The a of 90a allows
+# instructions that only Hopper has; there is no later device of its generation.
+ARCHITECTURES = ("75", "80", "90a", "100", "120", "120-ptx")
 FFI_REQUIREMENT = "apache-tvm-ffi>=0.1.11,<0.2"
 COMPILER_WHEELS = (
     "nvidia-cuda-nvcc==13.0.88",
@@ -120,13 +121,14 @@ def wanted_architectures() -> Sequence[str]:
     for each in chosen:
         if not re.fullmatch(r"\d{2,3}a?(-ptx)?", each):
             raise BuildError(
-                f"PAGETIDE_CUDA_ARCHS names {each!r}: write architectures like '75 90' or '120-ptx'"
+                f"PAGETIDE_CUDA_ARCHS names {each!r}: "
+                "write architectures like '75 90a' or '120-ptx'"
             )
     return chosen or ARCHITECTURES
 
 
 def architecture_flags(architectures: Sequence[str]) -> list[str]:
-    """nvcc's flags: ``90`` is machine code, ``75-ptx`` code that the driver compiles."""
+    """nvcc's flags: ``80`` is machine code, ``75-ptx`` code that the driver compiles."""
     flags = []
     for each in architectures:
         number, _, kind = each.partition("-")
@@ -246,7 +248,7 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=PACKAGE / "src" / "pagetide_kernels" / "_lib"
     )
-    parser.add_argument("--archs", help="like '75 90'; by default PAGETIDE_CUDA_ARCHS, else all")
+    parser.add_argument("--archs", help="like '75 90a'; by default PAGETIDE_CUDA_ARCHS, else all")
     parser.add_argument("--jobs", type=int, default=None)
     arguments = parser.parse_args()
     if arguments.archs is not None:

@@ -3,7 +3,7 @@
 Environment:
     PAGETIDE_BUILD_CUDA: ``0`` a pure wheel; ``1`` a library, or an error that says what is missing;
         unset: a library where one can be built, else a pure wheel, with a warning.
-    PAGETIDE_CUDA_ARCHS: the architectures, like ``75 90``; by default all of them.
+    PAGETIDE_CUDA_ARCHS: the architectures, like ``75 90a``; by default all of them.
     CUDA_HOME, PATH, CXX: where the compilers are. Without nvcc, PyPI's compiler wheels are used.
 """
 

@@ -44,6 +44,14 @@ Launcher prefill(int head_dim) {
   }
 }
 
+// Warpgroup products, where they were compiled; their panels have 64 columns, so a head_dim of 80 or 96 has two.
+template <typename T>
+bool prefill_hopper(const AttentionParams& params, cudaStream_t stream) {
+  if (params.head_dim <= 64) return launch_prefill_hopper_instance<T, 64>(params, stream);
+  if (params.head_dim <= 128) return launch_prefill_hopper_instance<T, 128>(params, stream);
+  return false;
+}
+
 Launcher decode_launcher(const AttentionParams& params, Path path, int head_dim) {
   if (path == Path::MMA) {
     return params.kv_dtype == DType::FLOAT16 ? mma_decode<Half>(head_dim) : mma_decode<BFloat>(head_dim);
@@ -64,6 +72,7 @@ void launch_decode(const AttentionParams& params, Path path, int compiled_head_d
 
 void launch_prefill(const AttentionParams& params, int compiled_head_dim, cudaStream_t stream) {
   const bool is_half = params.kv_dtype == DType::FLOAT16;
+  if (is_half ? prefill_hopper<Half>(params, stream) : prefill_hopper<BFloat>(params, stream)) return;
   (is_half ? prefill<Half>(compiled_head_dim) : prefill<BFloat>(compiled_head_dim))(params, stream);
 }
 

@@ -58,6 +58,9 @@ template <class Engine>
 void launch_decode_instance(const AttentionParams& params, cudaStream_t stream);
 template <typename T, int HEAD_DIM>
 void launch_prefill_instance(const AttentionParams& params, cudaStream_t stream);
+// False, and nothing is queued, where the library has no sm_90a code for the current device.
+template <typename T, int HEAD_DIM>
+bool launch_prefill_hopper_instance(const AttentionParams& params, cudaStream_t stream);
 
 // The architecture (75, 80, ...) that the code running on the current device was compiled for.
 int compiled_architecture();

@@ -143,6 +143,54 @@ MUTANTS = (
         "prefill: the sum is not brought to the new maximum", "prefill.cuh",
         "sum.l = __fmaf_rn(sum.l, shrink, added)", "sum.l = __fadd_rn(sum.l, added)",
     ),
+    # prefill on Hopper
+    Mutant(
+        "Hopper: a query sees the key behind it", "prefill_consumer.cuh",
+        "if (key > last || key < first)", "if (key > last + 1 || key < first)",
+    ),
+    Mutant(
+        "Hopper: a diagonal tile goes unmasked", "prefill_consumer.cuh",
+        "first_key + KEYS - 1 > range.first_position ||",
+        "first_key + KEYS - 1 > range.last_position ||",
+    ),
+    Mutant(
+        "Hopper: a window of one key more", "prefill_consumer.cuh",
+        "last - p.window + 1 : -KEYS", "last - p.window : -KEYS",
+    ),
+    Mutant(
+        "Hopper: the sum is not brought to the new maximum", "prefill_consumer.cuh",
+        "__fmaf_rn(sum.l, shrink[half], __fadd_rn(added[0], added[1]))",
+        "__fadd_rn(sum.l, __fadd_rn(added[0], added[1]))",
+    ),
+    Mutant(
+        "Hopper: O is never brought to the new maximum", "prefill_consumer.cuh",
+        "__any_sync(ALL_LANES, shrink[0] != 1.0f || shrink[1] != 1.0f)", "false",
+    ),
+    Mutant(
+        "Hopper: values are used before they have landed", "prefill_consumer.cuh",
+        "wait(shared.values.full[v_place.stage], v_place.parity);",
+    ),
+    Mutant(
+        "Hopper: a job goes on with the sums of the one before", "prefill_consumer.cuh",
+        "sums[half] = SoftmaxSum{};",
+    ),
+    Mutant(
+        "Hopper: the second panel of values is the first's neighbour", "prefill_consumer.cuh",
+        "KeyPanel::BYTES,\n                          8 * KeyPanel::ROW_BYTES);",
+        "8 * KeyPanel::ROW_BYTES,\n                          8 * KeyPanel::ROW_BYTES);",
+    ),
+    Mutant(
+        "Hopper: keys are overwritten while they are read", "prefill_producer.cuh",
+        "wait(shared.keys.empty[k_place.stage], k_place.parity ^ 1);",
+    ),
+    Mutant(
+        "Hopper: rows behind the sequence's end are read", "prefill_producer.cuh",
+        "first_key + first_row + first < end_key &&", "",
+    ),
+    Mutant(
+        "Hopper: the next launch draws its jobs from where this one stopped",
+        "prefill_producer.cuh", "if (drawn == num_jobs - 1) *p.arrivals = 0;",
+    ),
     # tiles, states, the work list
     Mutant(
         "rows behind the sequence's end are read", "tile.cuh",
@@ -241,7 +289,7 @@ def main() -> int:
         import torch
 
         major, minor = torch.cuda.get_device_capability()
-        architecture = f"{major}{minor}"
+        architecture = f"{major}{minor}" + ("a" if major == 9 else "")
         prepare(None, root / "whole")
         build(root / "whole", root / "no objects yet", architecture)
         if not passes(root / "whole"):

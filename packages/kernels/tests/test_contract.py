@@ -455,6 +455,30 @@ def test_a_padding_row_changes_no_other(backend: str, device: str) -> None:
 
 
 @BACKENDS
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float16, "float16"), (torch.bfloat16, "bfloat16"), (torch.float16, "int8")],
+    ids=str,
+)
+@pytest.mark.parametrize("window", [None, 150])
+def test_more_tiles_of_queries_than_a_card_has_multiprocessors(
+    backend: str, device: str, dtypes: tuple, window: int | None
+) -> None:
+    """Thread blocks that take one tile after another carry nothing over from the one before."""
+    lengths = (
+        [(70, 70), (20, 90)] if IS_INTERPRETED else [(700, 700), (1, 40), (500, 900), (3, 500)]
+    )
+    case = dataclasses.replace(PLAIN, dtypes=dtypes, heads=(16, 16), window=window)
+    problem = Problem(case, device, sequences=lengths)
+    layer = problem.fill_cache("reference", "nan")
+    got, exact = problem.attend(backend, layer), problem.dense(layer, torch.float64)
+    same_dtype = problem.dense(layer, problem.query_dtype)
+    allowed = 2 * (same_dtype.double() - exact).abs().max() + unit(problem.query_dtype, exact)
+    assert (got.double() - exact).abs().max() <= allowed
+    assert torch.equal(problem.attend(backend, layer), got), "a second launch differs"
+
+
+@BACKENDS
 @pytest.mark.parametrize("seq_len", [1, 3, 20])
 def test_queries_that_see_no_key_give_zeros(backend: str, device: str, seq_len: int) -> None:
     """More queries than keys: the first of them stand before position 0 (B4)."""

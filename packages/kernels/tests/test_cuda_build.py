@@ -145,7 +145,7 @@ def assert_no_spills(said_by_ptxas: str) -> None:
     entries = said_by_ptxas.split("Compiling entry function '")[1:]
     assert entries, said_by_ptxas
     for entry in entries:
-        (architecture,) = re.findall(r"for 'sm_(\d+)'", entry)
+        (architecture,) = re.findall(r"for 'sm_(\d+)a?'", entry)
         ((stored, loaded),) = re.findall(
             r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry
         )
@@ -195,6 +195,23 @@ def test_sm_75_code_uses_tensor_cores_within_its_limits(tmp_path: Path) -> None:
     assert len(kernels) == 2
     for kernel in kernels:
         assert "HMMA.1688.F32" in kernel, kernel[:200]
+
+
+def test_hopper_code_multiplies_by_warpgroups_without_waiting(tmp_path: Path) -> None:
+    """HGMMA in every kernel, and none of the compiler's notes that it had to serialise them."""
+    toolchain = nvcc_toolchain()
+    cubin = tmp_path / "hopper.cubin"
+    said = run(
+        [str(toolchain.nvcc), "-ccbin", str(toolchain.host_compiler), "-std=c++17", "-O3", "-I",
+         str(PACKAGE / "csrc"), "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v", "-cubin",
+         "-o", str(cubin), str(PACKAGE / "csrc" / "instances" / "prefill_hopper_f16.cu")]
+    )  # fmt: skip
+    assert_no_spills(said)
+    assert "serialized" not in said, said
+    kernels = run([disassembler(), "-sass", str(cubin)]).split("Function : ")[1:]
+    assert len(kernels) == 2
+    for kernel in kernels:
+        assert "HGMMA.64x128x16.F32" in kernel, kernel[:200]
 
 
 @pytest.mark.long

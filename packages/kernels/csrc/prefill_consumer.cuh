@@ -1,0 +1,254 @@
+// A consumer of the Hopper prefill kernel: a warpgroup that multiplies and keeps the online softmax of 64 rows.
+#pragma once
+
+#include "prefill_hopper_tiles.cuh"
+#include "softmax_state.cuh"
+
+namespace pagetide {
+
+// A consumer's life: the items that the producer sends.
+template <class Tiles>
+__device__ __forceinline__ void consume(const AttentionParams& p, unsigned char* smem, HopperShared<Tiles>& shared) {
+  using T = typename Tiles::T;
+  using Memory = HopperMemory<Tiles>;
+  using QueryPanel = Panels<Memory::ROWS>;
+  using KeyPanel = Panels<Tiles::KEYS>;
+  constexpr int KEYS = Tiles::KEYS;
+  constexpr int DIM = Tiles::DIM;
+  using Named = HopperNamed<Tiles>;
+  const int group = __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0) - 1;  // the compiler sees one for all lanes
+  const int warp = threadIdx.x % WARPGROUP / WARP;
+  const int lane = threadIdx.x % WARP;
+  const int g = lane / 4;
+  const int c = lane % 4;
+  const int warp_row = 64 * group + 16 * warp;
+  const bool has_cap = p.soft_cap > 0.0f;
+  const float factor = has_cap ? 1.0f : fmaxf(fabsf(p.scale) * LOG2_E, 1e-37f);  // see `prefill.cuh`
+  RingPlace<Memory::QUERY_STAGES> q_place;
+  RingPlace<Tiles::STAGES> k_place, v_place;
+  auto release = [&](Barrier& empty) {
+    __syncwarp();  // every lane of the warp has used the stage
+    if (lane == 0) arrive(empty);
+  };
+  auto wait_turn = [&]() {
+    if constexpr (Tiles::TAKES_TURNS) sync_named(Named::TURN + group, 2 * WARPGROUP);
+  };
+  auto give_turn = [&]() {
+    if constexpr (Tiles::TAKES_TURNS) arrive_named(Named::TURN + (group + 1) % Tiles::CONSUMERS, 2 * WARPGROUP);
+  };
+  if (group == Tiles::CONSUMERS - 1) give_turn();  // the first has the first turn
+
+  HopperJob job;
+  uint64_t q_at;
+  auto receive = [&]() {
+    wait(shared.queries.full[q_place.stage], q_place.parity);
+    fence_async_proxy();
+    job = shared.jobs[q_place.stage];
+    q_at = matrix_descriptor(
+        shared_address(smem + q_place.stage * Memory::QUERY_BYTES) + 64 * group * QueryPanel::ROW_BYTES, 16,
+        8 * QueryPanel::ROW_BYTES);
+  };
+  float s[KEYS / 2];
+  // S = Q K^T, 16 columns at a time: two chunks further in the rows, at the end of a panel the next one.
+  auto start_scores = [&]() {
+    wait(shared.keys.full[k_place.stage], k_place.parity);
+    fence_async_proxy();  // the producer's copies are ordinary ones
+    const uint64_t k_at = matrix_descriptor(
+        shared_address(smem + Memory::K_AT + k_place.stage * Memory::TILE_BYTES), 16, 8 * KeyPanel::ROW_BYTES);
+    hold(s);
+    fence_products();
+#pragma unroll
+    for (int i = 0; i < DIM / 16; ++i) {
+      multiply_group<T>(s, q_at + (i / 4 * QueryPanel::BYTES + i % 4 * 32) / 16,
+                        k_at + (i / 4 * KeyPanel::BYTES + i % 4 * 32) / 16, i > 0);
+    }
+    commit_products();
+  };
+  auto finish_scores = [&]() {
+    hold(s);
+    release(shared.keys.empty[k_place.stage]);
+    k_place.advance();
+  };
+
+  float acc[DIM / 2];  // O
+  uint32_t weights[KEYS / 16][4];  // P, as a product's operand
+  KeyRange<KEYS> range;
+  int tile;
+  int positions[2];
+  SoftmaxSum sums[2];  // m of the products; l is this lane's share of the row's
+  auto begin = [&]() {
+    range = KeyRange<KEYS>(job.item, p);
+    tile = range.end_tile - 1;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      positions[half] = range.offset + (job.item.first_row + warp_row + 8 * half + g) / p.group_size;
+      sums[half] = SoftmaxSum{};
+    }
+#pragma unroll
+    for (int i = 0; i < DIM / 2; ++i) acc[i] = 0.0f;
+  };
+
+  // O += P V, 16 keys at a time.
+  auto start_values = [&]() {
+    wait(shared.values.full[v_place.stage], v_place.parity);
+    fence_async_proxy();  // the producer's copies are ordinary ones
+    const uint64_t v_at =
+        matrix_descriptor(shared_address(smem + Memory::V_AT + v_place.stage * Memory::TILE_BYTES), KeyPanel::BYTES,
+                          8 * KeyPanel::ROW_BYTES);
+    hold(acc);
+    fence_products();
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; ++i) {
+      multiply_group<T>(acc, weights[i], v_at + i * 16 * KeyPanel::ROW_BYTES / 16);
+    }
+    commit_products();
+  };
+  auto finish_values = [&]() {
+    hold(acc);
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; ++i) hold(weights[i]);
+    release(shared.values.empty[v_place.stage]);
+    v_place.advance();
+  };
+
+  // The online softmax of a tile; the weights take the scores' place. Returns what O must be multiplied by.
+  float shrink[2];
+  auto absorb = [&]() {
+    const int first_key = tile * KEYS;
+    const bool is_masked = first_key + KEYS - 1 > range.first_position ||
+                           (p.window > 0 && first_key <= range.last_position - p.window);
+    if (has_cap) {
+      __builtin_assume(p.soft_cap > 0.0f);
+#pragma unroll
+      for (int i = 0; i < KEYS / 2; ++i) s[i] = score_of(s[i], p);
+    } else if (p.scale < 0.0f) {
+#pragma unroll
+      for (int i = 0; i < KEYS / 2; ++i) s[i] = -s[i];
+    }
+    if (is_masked) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int last = positions[half] - first_key - 2 * c;
+        const int first = p.window > 0 ? last - p.window + 1 : -KEYS;
+#pragma unroll
+        for (int i = 0; i < KEYS / 4; ++i) {
+          const int key = 8 * (i / 2) + i % 2;
+          float& score = s[4 * (i / 2) + 2 * half + i % 2];
+          if (key > last || key < first) score = -INF;
+        }
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      SoftmaxSum& sum = sums[half];
+      float largest[2] = {s[2 * half], s[2 * half + 1]};
+#pragma unroll
+      for (int n = 1; n < KEYS / 8; ++n) {
+        largest[0] = fmaxf(largest[0], s[4 * n + 2 * half]);
+        largest[1] = fmaxf(largest[1], s[4 * n + 2 * half + 1]);
+      }
+      largest[0] = fmaxf(largest[0], largest[1]);
+      largest[0] = fmaxf(largest[0], __shfl_xor_sync(ALL_LANES, largest[0], 1));
+      largest[0] = fmaxf(largest[0], __shfl_xor_sync(ALL_LANES, largest[0], 2));
+      const float before = sum.m;
+      sum.m = fmaxf(before, largest[0]);
+      const float base = sum.base() * factor;
+      shrink[half] = exp2_approx((before - sum.base()) * factor);  // by exactly 1 if the maximum stays
+      float added[2] = {};
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float& x = s[4 * n + 2 * half + j];
+          x = exp2_approx(__fmaf_rn(x, factor, -base));
+          added[j] = __fadd_rn(added[j], x);
+        }
+      }
+      sum.l = __fmaf_rn(sum.l, shrink[half], __fadd_rn(added[0], added[1]));
+    }
+  };
+  auto pack_weights = [&]() {
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) weights[i][j] = pack<T>(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
+    }
+  };
+
+  // O / l, through the rows' own queries' place, so that whole chunks go out.
+  auto write = [&]() {
+    const WorkItem& item = job.item;
+    unsigned char* q_smem = smem + q_place.stage * Memory::QUERY_BYTES;
+    sync_named(Named::GROUP + group, WARPGROUP);  // the warpgroup's products have read its queries
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float l = sums[half].l;
+      l += __shfl_xor_sync(ALL_LANES, l, 1);
+      l += __shfl_xor_sync(ALL_LANES, l, 2);
+      const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
+      const int row = warp_row + 8 * half + g;
+#pragma unroll
+      for (int i = 0; i < DIM / 8; ++i) {
+        *reinterpret_cast<uint32_t*>(q_smem + QueryPanel::offset(row, i) + 4 * c) =
+            pack<T>(acc[4 * i + 2 * half] * inverse, acc[4 * i + 2 * half + 1] * inverse);
+      }
+    }
+    __syncwarp();  // the warp's rows are in shared memory
+    // A pass of the warp writes a few whole rows.
+    constexpr int ROWS_A_PASS = WARP / (DIM / 8);
+    const int chunk = lane % (DIM / 8);
+    T* group_gmem = static_cast<T*>(p.out) + item.first_token * p.out_token_stride +
+                    int64_t(job.kv_head) * p.group_size * p.out_head_stride + chunk * 8;
+    RowWalk walk(item.first_row + warp_row + lane / (DIM / 8), ROWS_A_PASS, p.group_size);
+#pragma unroll 4
+    for (int pass = 0; pass < 16 / ROWS_A_PASS; ++pass) {
+      const int row = warp_row + lane / (DIM / 8) + pass * ROWS_A_PASS;
+      T* to = group_gmem + walk.token * p.out_token_stride + walk.head * p.out_head_stride;
+      walk.advance();
+      if (row >= item.num_rows || chunk * 8 >= p.head_dim) continue;
+      const unsigned char* from = q_smem + QueryPanel::offset(row, chunk);
+      if (p.out_aligned) {
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) to[j] = reinterpret_cast<const T*>(from)[j];
+      }
+    }
+    release(shared.queries.empty[q_place.stage]);
+  };
+
+  for (;;) {
+    receive();
+    if (job.item.sequence < 0) return;
+    begin();
+    start_scores();
+    wait_products<0>();
+    finish_scores();
+    absorb();
+    pack_weights();
+    for (--tile; tile >= range.begin_tile; --tile) {
+      wait_turn();
+      start_scores();
+      start_values();
+      give_turn();
+      wait_products<1>();
+      finish_scores();
+      absorb();
+      anchor(sums[0].l + sums[1].l, &shared.num_items);
+      wait_products<0>();
+      finish_values();
+      if (__any_sync(ALL_LANES, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < DIM / 2; ++i) acc[i] = __fmul_rn(acc[i], shrink[i / 2 % 2]);
+      }
+      pack_weights();
+    }
+    start_values();
+    wait_products<0>();
+    finish_values();
+    write();
+    q_place.advance();
+  }
+}
+
+}  // namespace pagetide
