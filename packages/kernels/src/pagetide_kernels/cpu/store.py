@@ -23,7 +23,7 @@ def store_rows(x: Tensor, cache: Tensor, work: WorkList) -> None:
     _, num_kv_heads, block_size, head_dim = cache.shape
     block_stride, head_stride, slot_stride, _ = cache.stride()
     if (block_stride, head_stride) == (num_kv_heads * head_stride, block_size * slot_stride):
-        # As rows of one table: half the time of indexing by block and offset.
+        # As rows of one table: cheaper than indexing by block and offset.
         cache.flatten(0, 2).index_copy_(0, work.slot_rows, x.reshape(-1, head_dim))
     else:
         cache[work.slot_block_ids, :, work.slot_offsets] = x
