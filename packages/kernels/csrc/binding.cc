@@ -81,6 +81,12 @@ bool rows_aligned(const TensorView& x, int bytes) {
   return all % bytes == 0;
 }
 
+// Whether the strides of blocks and slots, in bytes, fit 32 bits, the latter times the slots of a block.
+bool strides_fit(const TensorView& x) {
+  const int64_t element = x.dtype().bits / 8;
+  return x.stride(0) * element < (int64_t{1} << 32) && x.stride(2) * element < (int64_t{1} << 24);
+}
+
 int log2_of(int64_t value) {
   int shift = 0;
   while ((int64_t{1} << shift) < value) ++shift;
@@ -90,42 +96,49 @@ int log2_of(int64_t value) {
   return shift;
 }
 
-constexpr int ITEM_WORDS = sizeof(WorkItem) / 4;
-
-WorkItem* items_of(const char* name, const TensorView& x) {
+template <class Item>
+Item* items_of(const char* name, const TensorView& x) {
   require(name, x, 2, INT32);
-  if (x.size(1) != ITEM_WORDS) TVM_FFI_THROW(ValueError) << name << " must have " << ITEM_WORDS << " words an item";
-  return static_cast<WorkItem*>(x.data_ptr());
+  if (x.size(1) * 4 != int64_t{sizeof(Item)}) {
+    TVM_FFI_THROW(ValueError) << name << " must have " << sizeof(Item) / 4 << " words an item";
+  }
+  return static_cast<Item*>(x.data_ptr());
 }
 
 void work_list(TensorView decode_items, TensorView prefill_items, TensorView arrivals, TensorView query_start_loc,
-               TensorView seq_lens, TensorView rows, int64_t group_size, int64_t num_kv_heads, int64_t decode_rows,
-               int64_t prefill_rows, int64_t min_leaf_keys, int64_t long_leaf_keys, int64_t few_leaves, int64_t max_leaves,
-               int64_t target_blocks) {
+               TensorView seq_lens, TensorView rows, TensorView block_tables, int64_t block_size, int64_t group_size,
+               int64_t num_runs, int64_t cluster_size, int64_t decode_rows, int64_t prefill_rows,
+               bool has_prefill_kernel, int64_t min_leaf_keys, int64_t long_leaf_keys, int64_t few_leaves,
+               int64_t max_leaves) {
   require("arrivals", arrivals, 2, INT32);
   require("query_start_loc", query_start_loc, 1, INT32);
   require("seq_lens", seq_lens, 1, INT32);
   require("rows", rows, 1, INT32);
+  require("block_tables", block_tables, 2, INT32);
   WorkListParams p{};
-  p.decode_items = items_of("decode_items", decode_items);
-  p.prefill_items = items_of("prefill_items", prefill_items);
-  if (prefill_rows == 0) p.prefill_items = nullptr;
+  p.decode_items = items_of<DecodeItem>("decode_items", decode_items);
+  p.prefill_items = items_of<WorkItem>("prefill_items", prefill_items);
+  if (!has_prefill_kernel) p.prefill_items = nullptr;
   p.arrivals = static_cast<int32_t*>(arrivals.data_ptr());
   p.query_start_loc = static_cast<const int32_t*>(query_start_loc.data_ptr());
   p.seq_lens = static_cast<const int32_t*>(seq_lens.data_ptr());
   p.rows = static_cast<const int32_t*>(rows.data_ptr());
+  p.block_tables = static_cast<const int32_t*>(block_tables.data_ptr());
+  p.table_stride = block_tables.stride(0);
   p.num_seqs = int32_t(seq_lens.size(0));
+  p.num_runs = int32_t(num_runs);
   p.decode_capacity = int32_t(decode_items.size(0));
   p.prefill_capacity = p.prefill_items ? int32_t(prefill_items.size(0)) : 0;
+  p.num_arrivals = int32_t(arrivals.size(0) * arrivals.size(1));
   p.group_size = int32_t(group_size);
-  p.num_kv_heads = int32_t(num_kv_heads);
+  p.block_shift = log2_of(block_size);
+  p.cluster_size = int32_t(cluster_size);
   p.decode_rows = int32_t(decode_rows);
   p.prefill_rows = int32_t(prefill_rows);
   p.min_leaf_keys = int32_t(min_leaf_keys);
   p.long_leaf_keys = int32_t(long_leaf_keys);
   p.few_leaves = int32_t(few_leaves);
   p.max_leaves = int32_t(max_leaves);
-  p.target_blocks = int32_t(target_blocks);
   run_on(seq_lens, [&](cudaStream_t stream) { make_work_list(p, stream); });
 }
 
@@ -133,7 +146,8 @@ void paged_attention(TensorView out, TensorView q, TensorView k, TensorView v, O
                      Optional<TensorView> v_scales, TensorView decode_items, TensorView prefill_items,
                      TensorView query_start_loc, TensorView block_tables, TensorView states, TensorView sums,
                      TensorView arrivals, double scale, double soft_cap, int64_t window, int64_t path,
-                     int64_t decode_head_dim, int64_t prefill_head_dim) {
+                     int64_t decode_head_dim, int64_t prefill_head_dim, int64_t num_runs, int64_t row_tiles,
+                     int64_t cluster_size) {
   require("out", out, 3, q.dtype());
   require("k_cache", k, 4, k.dtype());
   require("v_cache", v, 4, k.dtype());
@@ -180,18 +194,27 @@ void paged_attention(TensorView out, TensorView q, TensorView k, TensorView v, O
   p.head_dim = int32_t(q.size(2));
   p.block_shift = log2_of(k.size(2));
   p.state_rows = int32_t(states.size(2));
+  p.num_runs = int32_t(num_runs);
+  p.row_tiles = int32_t(row_tiles);
+  p.cluster_size = int32_t(cluster_size);
   p.window = int32_t(window);
   p.scale = float(scale);
   p.soft_cap = float(soft_cap);
   p.kv_aligned = rows_aligned(k, 16) && rows_aligned(v, 16);
+  p.slot_mask = (1u << p.block_shift) - 1;
+  p.k_block_bytes = uint32_t(k.stride(0) * (k.dtype().bits / 8));
+  p.k_slot_bytes = uint32_t(k.stride(2) * (k.dtype().bits / 8));
+  p.v_block_bytes = uint32_t(v.stride(0) * (k.dtype().bits / 8));
+  p.v_slot_bytes = uint32_t(v.stride(2) * (k.dtype().bits / 8));
+  p.kv_plain = p.kv_aligned && strides_fit(k) && strides_fit(v);
   p.q_aligned = rows_aligned(q, 16);
   p.out_aligned = rows_aligned(out, 16);
   run_on(q, [&](cudaStream_t stream) {
-    p.items = items_of("decode_items", decode_items);
-    p.num_items = int32_t(decode_items.size(0));
+    p.decode_items = items_of<DecodeItem>("decode_items", decode_items);
+    p.num_items = int32_t(decode_items.size(0)) - p.num_seqs - 1;  // those between are where blocks go on
     launch_decode(p, static_cast<Path>(path), int(decode_head_dim), stream);
     if (prefill_items.size(0) > 0) {
-      p.items = items_of("prefill_items", prefill_items);
+      p.items = items_of<WorkItem>("prefill_items", prefill_items);
       p.num_items = int32_t(prefill_items.size(0));
       launch_prefill(p, int(prefill_head_dim), stream);
     }

@@ -1,4 +1,4 @@
-// The decode engine on CUDA cores: float32 queries, INT8 caches, and groups of one head.
+// The decode engine on CUDA cores: float32 queries.
 //
 // A warp's tile is 8 keys (4 where a row is 1 KB). Scores: lane l takes key l % TILE and a part of its columns, so
 // a key's dot product ends with a shuffle or two across the parts; the queries, as floats, are read from shared
@@ -16,9 +16,9 @@ struct SimtEngine {
   static constexpr int DIM = HEAD_DIM;
   static constexpr int TILE = DIM * int(sizeof(T)) >= 1024 ? 4 : 8;
   static constexpr int ROWS = 8;
-  static constexpr int WARPS = 4;
-  static constexpr int MIN_BLOCKS = DIM <= 128 ? 2 : 1;
-  static constexpr bool TOTALS_IN_REGISTERS = true;
+  static constexpr int WARPS = DIM <= 128 ? 4 : 2;
+  static constexpr int MIN_BLOCKS = 2;
+  using State = StateLayout<SimtEngine>;
   using Layout = TileLayout<T, DIM>;
   static constexpr int QUERY_BYTES = ROWS * DIM * 4;
   static constexpr int WEIGHT_BYTES = ROWS * TILE * 4;  // a warp's
@@ -29,10 +29,10 @@ struct SimtEngine {
   static_assert(Layout::CHUNKS % PARTS == 0 && DIM % WARP == 0, "columns divide evenly among lanes");
 
   const AttentionParams& p;
-  const int num_rows;
+  int num_rows;
   const int lane = threadIdx.x % WARP;
-  const float* q_smem;
-  float* weights_smem;
+  float* const q_smem;
+  float* const weights_smem;
   int positions[ROWS];
   SoftmaxSum sums[ROWS];  // l is this lane's key's share of the row's
   float acc[ROWS][COLUMNS];
@@ -40,31 +40,34 @@ struct SimtEngine {
   __device__ static __forceinline__ DType query_dtype(const AttentionParams& p) { return p.query_dtype; }
 
   template <typename Q>
-  __device__ __forceinline__ void load_queries(const WorkItem& item, int kv_head, float* to_smem) const {
+  __device__ __forceinline__ void load_queries(const WorkItem& item, int kv_head) const {
     for (int i = threadIdx.x; i < ROWS * DIM; i += WARPS * WARP) {
       const int row = i / DIM;
       const int column = i % DIM;
-      const int flat = item.first_row + row;
-      const int64_t token = item.first_token + flat / p.group_size;
-      const int64_t head = kv_head * p.group_size + flat % p.group_size;
+      const Place place = place_of(item.first_row + row, item, kv_head, p);
       const bool is_there = row < num_rows && column < p.head_dim;
-      const Q* from = static_cast<const Q*>(p.q) + token * p.q_token_stride + head * p.q_head_stride + column;
-      to_smem[i] = is_there ? to_float(*from) : 0.0f;
+      const Q* from =
+          static_cast<const Q*>(p.q) + place.token * p.q_token_stride + place.head * p.q_head_stride + column;
+      q_smem[i] = is_there ? to_float(*from) : 0.0f;
     }
   }
 
-  __device__ __forceinline__ SimtEngine(const AttentionParams& params, const WorkItem& item, int kv_head,
-                                        unsigned char* own_smem)
-      : p(params), num_rows(item.num_rows), q_smem(reinterpret_cast<float*>(own_smem)) {
-    weights_smem = reinterpret_cast<float*>(own_smem + QUERY_BYTES + threadIdx.x / WARP * WEIGHT_BYTES);
+  __device__ __forceinline__ SimtEngine(const AttentionParams& params, unsigned char* own_smem)
+      : p(params),
+        q_smem(reinterpret_cast<float*>(own_smem)),
+        weights_smem(reinterpret_cast<float*>(own_smem + QUERY_BYTES + threadIdx.x / WARP * WEIGHT_BYTES)) {}
+
+  __device__ __forceinline__ void begin(const WorkItem& item, int kv_head) {
+    num_rows = item.num_rows;
+    __syncthreads();  // all warps have read the queries of the item before
     switch (p.query_dtype) {
-      case DType::FLOAT32: load_queries<float>(item, kv_head, reinterpret_cast<float*>(own_smem)); break;
-      case DType::FLOAT16: load_queries<Half>(item, kv_head, reinterpret_cast<float*>(own_smem)); break;
-      default: load_queries<BFloat>(item, kv_head, reinterpret_cast<float*>(own_smem));
+      case DType::FLOAT32: load_queries<float>(item, kv_head); break;
+      case DType::FLOAT16: load_queries<Half>(item, kv_head); break;
+      default: load_queries<BFloat>(item, kv_head);
     }
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      positions[r] = item.seq_len - item.query_len + (item.first_row + r) / p.group_size;
+      positions[r] = item.seq_len - item.query_len + token_of(item.first_row + r, item, p);
     }
     reset();
     __syncthreads();  // all queries are in shared memory
@@ -112,9 +115,10 @@ struct SimtEngine {
   }
 
   // The state after one more tile.
-  __device__ __forceinline__ void attend(const unsigned char* k_smem, const unsigned char* v_smem,
-                                         const float* scales_smem, int first_key, int first_position,
-                                         int last_position) {
+  __device__ __forceinline__ void attend(uint32_t tile_smem, int first_key, int first_position, int last_position) {
+    const auto* k_smem = static_cast<const unsigned char*>(at_shared_address(tile_smem));
+    const unsigned char* v_smem = k_smem + TILE * Layout::ROW_BYTES;
+    const float* scales_smem = reinterpret_cast<const float*>(v_smem + TILE * Layout::ROW_BYTES);
     const int key = lane % TILE;
     const int part = lane / TILE;
     constexpr int CHUNK = Layout::CHUNK;
@@ -196,20 +200,20 @@ struct SimtEngine {
     }
   }
 
-  // This warp's state: m [8], l [8], acc [8, DIM].
-  __device__ __forceinline__ void share_rows(int, float* state_smem) {
+  // This warp's state, as `StateLayout` has it.
+  __device__ __forceinline__ void share_state(float* state_smem) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       float l = sums[r].l;
 #pragma unroll
       for (int distance = 1; distance < TILE; distance *= 2) l += __shfl_xor_sync(ALL_LANES, l, distance);
       if (lane == 0) {
-        state_smem[r] = sums[r].m;
-        state_smem[8 + r] = l;
+        state_smem[2 * r] = sums[r].m;
+        state_smem[2 * r + 1] = l;
       }
 #pragma unroll
       for (int i = 0; i < COLUMNS; ++i) {
-        state_smem[16 + r * DIM + state_column<DIM>(r, lane * COLUMNS + i)] = acc[r][i];
+        state_smem[State::ACC + r * State::PITCH + lane * COLUMNS + i] = acc[r][i];
       }
     }
   }

@@ -10,16 +10,29 @@ using Launcher = void (*)(const AttentionParams&, cudaStream_t);
   throw CudaError("no attention kernel was compiled for head_dim " + std::to_string(head_dim) + " and these dtypes");
 }
 
-template <typename T>
-Launcher mma_decode(int head_dim) {
-  switch (head_dim) {
-    case 64: return launch_decode_instance<MmaEngine<T, 64>>;
-    case 80: return launch_decode_instance<MmaEngine<T, 80>>;
-    case 96: return launch_decode_instance<MmaEngine<T, 96>>;
-    case 128: return launch_decode_instance<MmaEngine<T, 128>>;
-    case 256: return launch_decode_instance<MmaEngine<T, 256>>;
-    default: refuse(head_dim);
+// Rows of a head that do not fit eight columns of a product take a second eight.
+template <typename T, typename KV, int HEAD_DIM>
+Launcher mma_decode_rows(int num_rows) {
+  return num_rows <= 8 ? launch_decode_instance<MmaEngine<T, KV, HEAD_DIM, 1>>
+                       : launch_decode_instance<MmaEngine<T, KV, HEAD_DIM, 2>>;
+}
+
+template <typename T, typename KV>
+Launcher mma_decode(int head_dim, int num_rows) {
+  if (head_dim == 256) return launch_decode_instance<MmaEngine<T, KV, 256, 1>>;
+  if (head_dim == 64) return mma_decode_rows<T, KV, 64>(num_rows);
+  if (head_dim == 128) return mma_decode_rows<T, KV, 128>(num_rows);
+  if constexpr (sizeof(KV) > 1) {
+    if (head_dim == 80) return mma_decode_rows<T, KV, 80>(num_rows);
+    if (head_dim == 96) return mma_decode_rows<T, KV, 96>(num_rows);
   }
+  refuse(head_dim);
+}
+
+template <typename T>
+Launcher mma_decode(const AttentionParams& params, int head_dim) {
+  return params.kv_dtype == DType::INT8 ? mma_decode<T, int8_t>(head_dim, params.state_rows)
+                                        : mma_decode<T, T>(head_dim, params.state_rows);
 }
 
 template <typename T>
@@ -54,7 +67,8 @@ bool prefill_hopper(const AttentionParams& params, cudaStream_t stream) {
 
 Launcher decode_launcher(const AttentionParams& params, Path path, int head_dim) {
   if (path == Path::MMA) {
-    return params.kv_dtype == DType::FLOAT16 ? mma_decode<Half>(head_dim) : mma_decode<BFloat>(head_dim);
+    return params.query_dtype == DType::FLOAT16 ? mma_decode<Half>(params, head_dim)
+                                                : mma_decode<BFloat>(params, head_dim);
   }
   switch (params.kv_dtype) {
     case DType::FLOAT32: return simt_decode<float>(head_dim);

@@ -23,34 +23,39 @@ inline void check(cudaError_t status, const char* what) {
 // What the work list is cut by. Rows and leaves are part of the arithmetic, so functions of the model's shape; how
 // long the runs are is not.
 struct WorkListParams {
-  WorkItem* decode_items;
-  WorkItem* prefill_items;  // null: those rows go to the decode kernel, as items of their own behind its others
-  int32_t* arrivals;  // [num_seqs, num_kv_heads], made zeros
+  // [num_runs] where a thread block's work begins, [num_seqs + 1] where it may go on, then, if `prefill_items` is
+  // null, the row tiles of sequences that do not decode.
+  DecodeItem* decode_items;
+  WorkItem* prefill_items;
+  int32_t* arrivals;  // [num_arrivals], made zeros
   const int32_t* query_start_loc;
   const int32_t* seq_lens;
   const int32_t* rows;
-  int32_t num_seqs, decode_capacity, prefill_capacity;
-  int32_t group_size, num_kv_heads;
-  int32_t decode_rows;    // rows of a decode tile: a sequence with no more decodes
-  int32_t prefill_rows;   // rows of a prefill tile
+  const int32_t* block_tables;
+  int64_t table_stride;
+  int32_t num_seqs, num_runs, decode_capacity, prefill_capacity, num_arrivals;
+  int32_t group_size, block_shift;
+  int32_t cluster_size;   // thread blocks of a sequence, if it has its own; else 1
+  int32_t decode_rows;    // a sequence with no more rows decodes
+  int32_t prefill_rows;   // rows of a tile of the others
   int32_t min_leaf_keys;   // a power of two times what a thread block takes in one step
   int32_t long_leaf_keys;  // a power of two times that
   int32_t few_leaves;      // enough for one short sequence to fill a fair part of the card
   int32_t max_leaves;
-  int32_t target_blocks;  // thread blocks that fill the card
 };
 void make_work_list(const WorkListParams& params, cudaStream_t stream);
 
 // What multiplies: tensor cores (`MmaEngine`) or CUDA cores (`SimtEngine`).
 enum class Path : int { MMA, SIMT };
 
-// The decode and prefill kernels over `params.num_items` items of each KV head. `compiled_head_dim` is one that
+// The decode kernel with `params.num_items` thread blocks a KV head and row tile, the prefill kernel over that many
+// items. `compiled_head_dim` is one that
 // there is an instance of, at least the model's.
 void launch_decode(const AttentionParams& params, Path path, int compiled_head_dim, cudaStream_t stream);
 void launch_prefill(const AttentionParams& params, int compiled_head_dim, cudaStream_t stream);
 
 // The instances behind them, explicitly instantiated, a file a kind and dtype, under `instances/`.
-template <typename T, int HEAD_DIM>
+template <typename T, typename KV, int HEAD_DIM, int ROW_TILES>
 struct MmaEngine;
 template <typename T, int HEAD_DIM>
 struct SimtEngine;

@@ -105,10 +105,52 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two of a word's four INT8 elements, those at bytes I and J, as a pair of T. A byte, made unsigned, under the
+// exponent of 2^10 is the half 1024 + byte: exact, and no conversion.
+template <typename T, int I, int J>
+struct Widen;
+template <int I, int J>
+struct Widen<Half, I, J> {
+  __device__ static __forceinline__ uint32_t pair(uint32_t word) {
+    const uint32_t biased = __byte_perm(word ^ 0x80808080u, 0x64646464u, 0x4040 + J * 0x100 + I);
+    uint32_t y;
+    asm("sub.f16x2 %0, %1, %2;" : "=r"(y) : "r"(biased), "r"(0x64806480u));  // 1024 + 128
+    return y;
+  }
+};
+template <int I, int J>
+struct Widen<BFloat, I, J> {
+  __device__ static __forceinline__ uint32_t pair(uint32_t word) {
+    float x[4];
+    unpack(word, x, int8_t{});
+    return pack<BFloat>(x[I], x[J]);
+  }
+};
+
 // ---- shared memory
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void* at_shared_address(uint32_t address) {
+  return reinterpret_cast<void*>(__cvta_shared_to_generic(address));
+}
+
+// A value that the compiler cannot compute anew and so keeps in a register.
+__device__ __forceinline__ uint32_t kept(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+__device__ __forceinline__ uint64_t kept(uint64_t x) {
+  asm volatile("" : "+l"(x));
+  return x;
 }
 
 // Copies `bytes` (0 to 16) from global to shared memory and fills up to 16 with zeros. Nothing beyond
@@ -132,6 +174,17 @@ __device__ __forceinline__ void copy_16_async(void* to_smem, const void* from_gm
     value = make_uint4(words[0], words[1], words[2], words[3]);
   }
   *static_cast<uint4*>(to_smem) = value;
+#endif
+}
+
+// All 16 of them, to an address of shared memory.
+__device__ __forceinline__ void copy_16_async(uint32_t to_smem, const void* from_gmem) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to_smem), "l"(from_gmem) : "memory");
+#else
+  const uint4 x = __ldg(static_cast<const uint4*>(from_gmem));
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to_smem), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
 #endif
 }
 
@@ -161,23 +214,79 @@ __device__ __forceinline__ void wait_copies() {
 #endif
 }
 
+// A count in shared memory by which warps tell each other how far they are: what a warp wrote before it
+// announced a step is seen by those that have waited for it. The whole warp calls both.
+__device__ __forceinline__ void announce(uint32_t* count_smem) {
+  __syncwarp();  // all lanes have written
+  if (threadIdx.x % WARP == 0) {
+    __threadfence_block();
+    atomicAdd(count_smem, 1u);
+  }
+}
+__device__ __forceinline__ void wait_for(const uint32_t* count_smem, uint32_t target) {
+  while (static_cast<int32_t>(*static_cast<const volatile uint32_t*>(count_smem) - target) < 0) {
+  }
+  __threadfence_block();
+  __syncwarp();
+}
+
+// ---- clusters: thread blocks that read each other's shared memory (sm_90 and later)
+
+// What all threads of the cluster wrote before is visible to all behind it; none exits before all are here.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Where thread block `rank` of the cluster has what lies at `p` here: an ordinary pointer.
+template <typename T>
+__device__ __forceinline__ const T* in_block(const T* p_smem, int rank) {
+#if __CUDA_ARCH__ >= 900
+  uint64_t there;
+  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(p_smem), "r"(rank));
+  return reinterpret_cast<const T*>(there);
+#else
+  return p_smem;  // there are no clusters: never called
+#endif
+}
+
 // ---- tensor cores
 
 // Four 8x8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8 and
 // receives, of each matrix, row l / 4, columns 2 (l % 4) and the next.
-__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], const void* row_smem) {
+__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t row_smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(shared_address(row_smem))
+               : "r"(row_smem)
                : "memory");
+}
+__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], const void* row_smem) {
+  load_matrices(x, shared_address(row_smem));
 }
 
 // The same, each matrix transposed on its way.
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], const void* row_smem) {
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], uint32_t row_smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(shared_address(row_smem))
+               : "r"(row_smem)
                : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], const void* row_smem) {
+  load_matrices_transposed(x, shared_address(row_smem));
+}
+
+// An 8x8 matrix of 16-bit elements, transposed across the warp: lane l holds row l / 4, columns 2 (l % 4) and the
+// next, before and after.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
+  uint32_t y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
 }
 
 // d += a b for a 16x16, b 16x8, float32 sums. With g = lane / 4 and c = lane % 4, a holds rows g, g + 8,

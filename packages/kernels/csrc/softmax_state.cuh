@@ -46,8 +46,8 @@ struct SoftmaxState : SoftmaxSum {
     for (int i = 0; i < N; ++i) acc[i] = __fmaf_rn(later.acc[i], factor, __fmul_rn(acc[i], shrink));
   }
 
-  // Attention; zeros for a row that saw no key.
-  __device__ __forceinline__ float value(int i) const { return l == 0.0f ? 0.0f : __fdiv_rn(acc[i], l); }
+  // What makes attention of acc; zero for a row that saw no key.
+  __device__ __forceinline__ float inverse() const { return l == 0.0f ? 0.0f : __frcp_rn(l); }
 };
 
 }  // namespace pagetide

@@ -31,6 +31,13 @@ struct TileLayout {
     return row * ROW_BYTES + ((chunk ^ key) * 16);
   }
 
+  // From an offset in one of the first `rows` rows, a power of two below 8 (of 4, with rows of 64 bytes, any), to the
+  // same chunk `rows` times some further: within eight rows their order is permuted alike.
+  __device__ static __forceinline__ int rows_further(int offset, int rows) {
+    const int key = !PERMUTED ? 0 : CHUNKS >= 8 ? rows & 7 : (rows >> 1) & 3;
+    return (offset ^ (key * 16)) + rows * ROW_BYTES;
+  }
+
   // From the offset of chunk 0 or 1 to that of the chunk `chunks` further, an even number; one operation. Going on
   // by 8 rows is adding 8 ROW_BYTES.
   __device__ static __forceinline__ int advance(int offset, int chunks) {
@@ -65,7 +72,7 @@ __device__ __forceinline__ int blocks_of_tile(const int32_t* table, int first_ke
 // Starts the copy of ROWS rows (of K or V, one KV head) to shared memory, by THREADS threads of whole warps.
 // Rows of keys from `end_key` on, and columns from `head_dim` on, become zeros: what lies there is not the
 // sequence's, and a weight of 0 times NaN would be NaN.
-template <typename T, int DIM, int ROWS, int THREADS>
+template <typename T, int DIM, int ROWS, int THREADS, bool IS_UNROLLED = true>
 __device__ __forceinline__ void load_tile(unsigned char* tile_smem, const T* head_gmem, Strides strides, int blocks,
                                           int first_key, int end_key, int block_shift, int head_dim, bool is_aligned,
                                           int thread) {
@@ -86,7 +93,7 @@ __device__ __forceinline__ void load_tile(unsigned char* tile_smem, const T* hea
     copy(tile_smem + Layout::offset(row, chunk), bytes ? from : head_gmem, bytes);
   };
   if (is_aligned) {
-#pragma unroll
+#pragma unroll IS_UNROLLED ? TOTAL / THREADS : 1
     for (int pass = 0; pass < TOTAL / THREADS; ++pass) {
       chunk_of(pass, [](void* to, const T* from, int bytes) { copy_16_async(to, from, bytes); });
     }
@@ -96,17 +103,6 @@ __device__ __forceinline__ void load_tile(unsigned char* tile_smem, const T* hea
       chunk_of(pass, [](void* to, const T* from, int bytes) { gather_chunk(to, from, bytes); });
     }
   }
-}
-
-// Starts the copy of a tile's INT8 scales of K (or V), one a key, by ROWS lanes of a warp; all lanes call it.
-template <int ROWS>
-__device__ __forceinline__ void load_scales(float* scales_smem, const float* head_gmem, Strides strides, int blocks,
-                                            int first_key, int end_key, int block_shift, int row) {
-  const int key = first_key + row;
-  const int64_t block = __shfl_sync(ALL_LANES, blocks, row / 8);
-  if (row < 0 || row >= ROWS) return;
-  const float* from = head_gmem + block * strides.block + (key & ((1 << block_shift) - 1)) * strides.slot;
-  copy_4_async(scales_smem + row, key < end_key ? from : head_gmem, key < end_key);
 }
 
 // The score that a query row gives a key, in log2 units, from their dot product.

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int THREADS = 512;  // more leave sm_75 too few registers
 
-__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__device__ __forceinline__ int ceil_div(int64_t a, int64_t b) { return int((a + b - 1) / b); }
 
 // Keys of a leaf of a sequence of `seq_len`, a power of two times `min_leaf_keys`. Every leaf ends with a merge, and
 // every leaf may be another thread block's: so a few leaves, until they are long enough for the merge not to count;
@@ -45,16 +45,99 @@ __device__ Scan scan(int value, int* warp_sums) {
   return {before, total};
 }
 
-// A thread's sequence and how it is cut.
-struct Cut {
-  WorkItem item;       // the first of them
-  int num_items;
-  int run;             // leaves an item; 0: items are row tiles
-  int num_leaves;
+// The largest of the threads before this one and `least`, and of all.
+struct MaxScan {
+  int before, all;
+};
+__device__ MaxScan scan_max(int value, int least, int* warp_maxima) {
+  const int lane = threadIdx.x % WARP;
+  const int warp = threadIdx.x / WARP;
+  int most = value;
+  for (int distance = 1; distance < WARP; distance *= 2) {
+    const int left = __shfl_up_sync(ALL_LANES, most, distance);
+    if (lane >= distance) most = max(most, left);
+  }
+  if (lane == WARP - 1) warp_maxima[warp] = most;
+  int before = __shfl_up_sync(ALL_LANES, most, 1);
+  if (lane == 0) before = least;
+  __syncthreads();  // every warp's maximum is there
+  int all = least;
+  for (int w = 0; w < THREADS / WARP; ++w) {
+    if (w < warp) before = max(before, warp_maxima[w]);
+    all = max(all, warp_maxima[w]);
+  }
+  __syncthreads();  // all have read the maxima that the next scan overwrites
+  return {max(before, least), all};
+}
+
+// How the keys of the step are dealt to the thread blocks of a KV head, in units of the shortest leaf.
+struct Deal {
+  int64_t units;     // of all sequences, and one a sequence for setting out
+  int num_runs;      // thread blocks
+  int aligned_run;   // units of a block if every block has a part of one sequence only; 0: they may go on
+
+  // The thread block in whose even share a unit lies, and where a share begins.
+  __device__ int run_of(int64_t unit) const { return int(unit * num_runs / units); }
+  __device__ int64_t begin_of(int run) const { return (run * units + num_runs - 1) / num_runs; }
 };
 
+enum class Cutting : int { ROW_TILES, EVEN_RUNS, SHARES, LEAVES };
+
+// A thread's sequence and how it is cut.
+struct Cut {
+  WorkItem item;     // what its items have in common
+  Cutting cutting;
+  int num_items;
+  int first_slot;    // of the first item
+  int run;           // EVEN_RUNS: leaves an item; ROW_TILES: rows
+  int num_leaves;
+  int leaf_units;
+  int begin_unit;
+  int first_run;     // SHARES: whose share the sequence begins in
+};
+
+// Item `i` of a sequence, and where it goes.
+__device__ int cut_item(const Cut& cut, int i, const Deal& deal, WorkItem& item) {
+  item = cut.item;
+  int slot = cut.first_slot + i;
+  int end_leaf = cut.num_leaves;
+  switch (cut.cutting) {
+    case Cutting::ROW_TILES:
+      item.first_row = i * cut.run;
+      item.num_rows = min(cut.run, cut.item.num_rows - item.first_row);
+      item.num_leaves = cut.num_leaves;
+      item.num_items = 1;
+      return slot;
+    case Cutting::EVEN_RUNS:
+      item.first_leaf = i * cut.run;
+      end_leaf = min(item.first_leaf + cut.run, cut.num_leaves);
+      break;
+    case Cutting::SHARES: {
+      auto leaf_of = [&](int run) { return ceil_div(deal.begin_of(run) - cut.begin_unit, cut.leaf_units); };
+      if (i > 0) {
+        item.first_leaf = leaf_of(cut.first_run + i);
+        slot = cut.first_run + i;
+      }
+      if (i < cut.num_items - 1) end_leaf = leaf_of(cut.first_run + i + 1);
+      break;
+    }
+    case Cutting::LEAVES:
+      item.first_leaf = i;
+      if (i > 0) slot = deal.run_of(cut.begin_unit + int64_t{i} * cut.leaf_units);
+      end_leaf = i + 1;
+  }
+  item.num_leaves = end_leaf - item.first_leaf;
+  item.num_items = cut.num_items;
+  if (i < cut.num_items - 1) item.next = -1;  // the sequence goes on where another thread block begins
+  return slot;
+}
+
+__device__ __forceinline__ WorkItem& items_at(WorkItem* items, int i) { return items[i]; }
+__device__ __forceinline__ WorkItem& items_at(DecodeItem* items, int i) { return items[i].item; }
+
 // The items of one warp's 32 sequences, written by the whole warp: a sequence may have very many.
-__device__ void write_items(const Cut& mine, int first_index, WorkItem* items, int capacity, int row_tile) {
+template <class Item>
+__device__ void write_items(const Cut& mine, const Deal& deal, Item* items, int capacity) {
   const int lane = threadIdx.x % WARP;
   for (int owner = 0; owner < WARP; ++owner) {
     const int num_items = __shfl_sync(ALL_LANES, mine.num_items, owner);
@@ -64,88 +147,147 @@ __device__ void write_items(const Cut& mine, int first_index, WorkItem* items, i
     const int* my_words = reinterpret_cast<const int*>(&mine);
 #pragma unroll
     for (int i = 0; i < int(sizeof(Cut) / 4); ++i) words[i] = __shfl_sync(ALL_LANES, my_words[i], owner);
-    const int first = __shfl_sync(ALL_LANES, first_index, owner);
     for (int i = lane; i < num_items; i += WARP) {
-      WorkItem item = cut.item;
-      if (cut.run > 0) {
-        item.first_leaf = i * cut.run;
-        item.num_leaves = min(cut.run, cut.num_leaves - item.first_leaf);
-        item.num_items = num_items;
-      } else {
-        item.first_row = i * row_tile;
-        item.num_rows = min(row_tile, cut.item.num_rows - item.first_row);
-        item.num_leaves = cut.num_leaves;
-        item.num_items = 1;
-      }
-      if (first + i < capacity) items[first + i] = item;
+      WorkItem item;
+      const int slot = cut_item(cut, i, deal, item);
+      if (slot < capacity) items_at(items, slot) = item;
     }
+  }
+}
+
+template <class Item>
+__device__ void clear_items(Item* items, int capacity, int num_step_tokens) {
+  for (int i = threadIdx.x; i < capacity; i += THREADS) {
+    items_at(items, i).sequence = -1;
+    items_at(items, i).num_step_tokens = num_step_tokens;
   }
 }
 
 __global__ void __launch_bounds__(THREADS) work_list_kernel(const __grid_constant__ WorkListParams p) {
   __shared__ int warp_sums[THREADS / WARP];
 
-  // A sequence's path is its own: its rows fit a decode tile, or they do not.
-  auto read = [&](int sequence, int& query_len, int& seq_len) {
-    const bool is_there = sequence < p.num_seqs;
-    query_len = is_there ? p.query_start_loc[sequence + 1] - p.query_start_loc[sequence] : 0;
-    seq_len = is_there ? p.seq_lens[sequence] : 0;
-    return query_len > 0 && query_len * p.group_size <= p.decode_rows;
+  // A sequence's path is its own: its rows are few enough for the decode kernel, or they are not.
+  struct Sequence {
+    int query_len, seq_len;
+    bool decodes;
+    int leaf_units, num_leaves, units;
+  };
+  auto read = [&](int index) {
+    Sequence s{};
+    if (index >= p.num_seqs) return s;
+    s.query_len = p.query_start_loc[index + 1] - p.query_start_loc[index];
+    s.seq_len = p.seq_lens[index];
+    s.decodes = s.query_len > 0 && s.query_len * p.group_size <= p.decode_rows;
+    const int leaf_keys = leaf_keys_of(s.seq_len, p);
+    s.leaf_units = leaf_keys / p.min_leaf_keys;
+    s.num_leaves = max(1, ceil_div(s.seq_len, leaf_keys));  // one even of no keys: its thread block writes zeros
+    s.units = s.decodes ? 1 + ceil_div(s.seq_len, p.min_leaf_keys) : 0;
+    return s;
   };
 
-  // A run is as many leaves as it takes to give every thread block about the same number of keys, in units of the
-  // shortest leaf.
-  int my_units = 0;
-  for (int first = 0; first < p.num_seqs; first += THREADS) {
-    int query_len, seq_len;
-    if (read(first + threadIdx.x, query_len, seq_len)) my_units += ceil_div(seq_len, p.min_leaf_keys);
-  }
-  const int64_t units = scan(my_units, warp_sums).total;
-  const int units_a_block = int((units * p.num_kv_heads + p.target_blocks - 1) / p.target_blocks);
+  const int num_step_tokens = p.query_start_loc[p.num_seqs];
+  clear_items(p.decode_items, p.decode_capacity, num_step_tokens);
+  if (p.prefill_items) clear_items(p.prefill_items, p.prefill_capacity, num_step_tokens);
+  for (int i = threadIdx.x; i < p.num_arrivals; i += THREADS) p.arrivals[i] = 0;
 
-  int decode_end = 0;
+  // An even share of everything for every thread block. If shares a sixteenth longer do without going on from one
+  // sequence to the next, that is better: fewer sequences are split.
+  int my_units = 0;
+  for (int first = 0; first < p.num_seqs; first += THREADS) my_units += read(first + threadIdx.x).units;
+  Deal deal{scan(my_units, warp_sums).total, p.num_runs, 0};  // the barriers within also end the clearing
+  const int run_units = max(1, int(deal.units * 17 / (16 * p.num_runs)));
+  auto aligned_items = [&](const Sequence& s) {
+    return s.decodes ? ceil_div(s.num_leaves, max(1, run_units / s.leaf_units)) : 0;
+  };
+  int my_items = 0;
+  for (int first = 0; first < p.num_seqs; first += THREADS) my_items += aligned_items(read(first + threadIdx.x));
+  if (scan(my_items, warp_sums).total <= p.num_runs) deal.aligned_run = run_units;
+
+  int num_decoding = 0;
+  int item_end = 0;
   int prefill_end = 0;
   int state_end = 0;
+  int unit_end = 0;
+  int last_run = -1;
   for (int first = 0; first < p.num_seqs; first += THREADS) {
-    const int sequence = first + threadIdx.x;
-    int query_len, seq_len;
-    const bool decodes = read(sequence, query_len, seq_len);
-    const int num_rows = query_len * p.group_size;
-    const int leaf_keys = leaf_keys_of(seq_len, p);
+    const int index = first + threadIdx.x;
+    const Sequence s = read(index);
+    const Scan decoding = scan(s.decodes, warp_sums);
+    const Scan units = scan(s.units, warp_sums);
     Cut cut{};
-    cut.num_leaves = ceil_div(seq_len, leaf_keys);
-    if (query_len > 0) {
-      cut.item = WorkItem{sequence, p.rows[sequence], 0, num_rows, 0, 0, 1, 0, seq_len, query_len,
-                          p.query_start_loc[sequence], leaf_keys};
+    cut.num_leaves = s.num_leaves;
+    cut.leaf_units = s.leaf_units;
+    cut.begin_unit = unit_end + units.before;
+    if (s.query_len > 0) {
+      cut.item.sequence = index;
+      cut.item.table_row = p.rows[index];
+      cut.item.num_rows = s.query_len * p.group_size;
+      cut.item.seq_len = s.seq_len;
+      cut.item.query_len = s.query_len;
+      cut.item.first_token = p.query_start_loc[index];
+      cut.item.leaf_shift = __ffs(s.leaf_units * p.min_leaf_keys) - 1;
+      cut.item.num_step_tokens = num_step_tokens;
+      cut.item.next = -1;
     }
-    int num_states = 0;
-    if (decodes) {
-      cut.run = max(1, ceil_div(units_a_block, leaf_keys / p.min_leaf_keys));
-      cut.num_items = max(1, ceil_div(cut.num_leaves, cut.run));  // one even of no keys: it writes zeros
-      num_states = cut.num_items > 1 ? cut.num_leaves : 0;
+    int my_last_run = -1;
+    if (s.decodes && p.cluster_size > 1) {
+      cut.cutting = Cutting::EVEN_RUNS;
+      cut.run = ceil_div(s.num_leaves, p.cluster_size);
+      cut.first_slot = index * p.cluster_size;
+      cut.num_items = ceil_div(s.num_leaves, cut.run);
+    } else if (s.decodes && deal.aligned_run > 0) {
+      cut.cutting = Cutting::EVEN_RUNS;
+      cut.run = max(1, deal.aligned_run / s.leaf_units);
+      cut.num_items = ceil_div(s.num_leaves, cut.run);
+    } else if (s.decodes) {
+      cut.first_run = deal.run_of(cut.begin_unit);
+      my_last_run = deal.run_of(cut.begin_unit + int64_t{s.num_leaves - 1} * s.leaf_units);
+      const bool fits_shares = deal.units >= int64_t{s.leaf_units} * p.num_runs;  // every share has a leaf's begin
+      cut.cutting = fits_shares ? Cutting::SHARES : Cutting::LEAVES;
+      cut.num_items = fits_shares ? my_last_run - cut.first_run + 1 : s.num_leaves;
+      cut.item.next = p.num_runs + num_decoding + decoding.before + 1;
     }
-    const Scan states = scan(num_states, warp_sums);
-    const Scan decode = scan(cut.num_items, warp_sums);
+    const Scan items = scan(cut.num_items, warp_sums);
+    const MaxScan runs = scan_max(my_last_run, last_run, warp_sums);
+    if (cut.cutting == Cutting::SHARES || cut.cutting == Cutting::LEAVES) {
+      // The thread block that walks the sequence before may come here next.
+      cut.first_slot = runs.before == cut.first_run ? p.num_runs + num_decoding + decoding.before : cut.first_run;
+    } else if (p.cluster_size == 1) {
+      cut.first_slot = item_end + items.before;
+    }
+    const Scan states = scan(cut.num_items > 1 && p.cluster_size == 1 ? s.num_leaves : 0, warp_sums);
     cut.item.first_state = state_end + states.before;
-    write_items(cut, decode_end + decode.before, p.decode_items, p.decode_capacity, p.decode_rows);
+    write_items(cut, deal, p.decode_items, p.decode_capacity);
+    num_decoding += decoding.total;
+    unit_end += units.total;
+    item_end += items.total;
     state_end += states.total;
-    decode_end += decode.total;
+    last_run = runs.all;
 
-    const int row_tile = p.prefill_items ? p.prefill_rows : p.decode_rows;
-    cut.run = 0;
-    cut.num_items = decodes ? 0 : ceil_div(num_rows, row_tile);
+    // The others' row tiles, for the prefill kernel, or for the decode kernel behind its other items.
+    cut.cutting = Cutting::ROW_TILES;
+    cut.run = p.prefill_rows;
+    cut.num_items = s.decodes ? 0 : ceil_div(cut.item.num_rows, p.prefill_rows);
+    cut.item.next = -1;
     const Scan prefill = scan(cut.num_items, warp_sums);
+    cut.first_slot = prefill_end + prefill.before + (p.prefill_items ? 0 : p.num_runs + p.num_seqs + 1);
     if (p.prefill_items) {
-      write_items(cut, prefill_end + prefill.before, p.prefill_items, p.prefill_capacity, row_tile);
-      prefill_end += prefill.total;
+      write_items(cut, deal, p.prefill_items, p.prefill_capacity);
     } else {
-      write_items(cut, decode_end + prefill.before, p.decode_items, p.decode_capacity, row_tile);
-      decode_end += prefill.total;
+      write_items(cut, deal, p.decode_items, p.decode_capacity);
     }
+    prefill_end += prefill.total;
   }
-  for (int i = threadIdx.x; i < p.num_seqs * p.num_kv_heads; i += THREADS) p.arrivals[i] = 0;
-  for (int i = decode_end + threadIdx.x; i < p.decode_capacity; i += THREADS) p.decode_items[i].sequence = -1;
-  for (int i = prefill_end + threadIdx.x; i < p.prefill_capacity; i += THREADS) p.prefill_items[i].sequence = -1;
+
+  __syncthreads();  // all items are written
+#pragma unroll 4
+  for (int i = threadIdx.x; i < p.decode_capacity * 16; i += THREADS) {
+    const WorkItem& item = p.decode_items[i / 16].item;
+    const int key = (item.first_leaf << item.leaf_shift) + 8 * (i % 16);
+    if (item.sequence < 0 || key >= item.seq_len) continue;
+    p.decode_items[i / 16].first_blocks[i % 16] =
+        p.block_tables[item.table_row * p.table_stride + (key >> p.block_shift)];
+  }
 }
 
 }  // namespace

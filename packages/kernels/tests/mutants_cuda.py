@@ -48,23 +48,28 @@ class Mutant:
 MUTANTS = (
     # decode: the ring, the leaves, the meeting of thread blocks
     Mutant(
-        "states are read before all warps have written theirs", "decode.cuh",
-        "__syncthreads();  // every warp's state is in shared memory",
+        "a leaf is merged before all warps have finished it", "decode.cuh",
+        "__syncthreads();  // every warp's state of the last leaf is in shared memory",
+    ),
+    Mutant(
+        "a warp does not wait for the leaf before", "decode.cuh",
+        "wait_for(&finished, num_announced * Engine::WARPS);",
     ),
     Mutant(
         "a stage of the ring is overwritten early", "decode.cuh",
-        "step + AHEAD, stage == 0 ? STAGES - 1 : stage - 1", "step + AHEAD, stage",
+        "copier.start_next(tile);",
+        "copier.start_next(tile + Memory::STAGE_BYTES == ring_end ? ring"
+        " : tile + Memory::STAGE_BYTES);",
     ),
     Mutant(
-        "a tile is used before its copy has landed", "decode.cuh",
-        "wait_copies<(STAGES > 1 ? STAGES - 2 : 0)>", "wait_copies<(STAGES > 1 ? STAGES - 1 : 0)>",
+        "a tile is used before its copy has landed", "decode.cuh", "wait_copies<STAGES - 1>",
+        "wait_copies<STAGES>",
     ),
-    Mutant("a leaf goes on from the one before", "decode.cuh", "    engine.reset();\n"),
+    Mutant("a leaf goes on from the one before", "decode.cuh", "      engine.reset();\n"),
     Mutant(
         "the last block merges the leaves backwards", "decode.cuh",
-        "static_cast<int64_t>(leaf) * p.num_kv_heads;\n        total",
-        "static_cast<int64_t>(visible_leaf + visible_end - 1 - leaf) * p.num_kv_heads;\n"
-        "        total",
+        "static_cast<int64_t>(leaf) * heads;\n            totals",
+        "static_cast<int64_t>(visible_leaf + visible_end - 1 - leaf) * heads;\n            totals",
     ),
     Mutant("arrivals are not counted from zero again", "decode.cuh", "if (is_last) *arrival = 0;"),
     Mutant(
@@ -72,11 +77,17 @@ MUTANTS = (
         "atomicAdd(arrival, 1) == item.num_items - 1", "atomicAdd(arrival, 1) == 0",
     ),
     Mutant(
-        "padding tokens are not zeroed", "decode.cuh",
-        "zero_padding<Engine>(p, kv_head);  // while the first tiles are on their way",
+        "a cluster's first block takes its own leaf for the others'", "decode.cuh",
+        "in_block(leaves_smem + place * STATE_FLOATS, rank)",
+        "in_block(leaves_smem + place * STATE_FLOATS, 0)",
     ),
     Mutant(
-        "a window's first tiles are left out", "decode.cuh",
+        "padding tokens are not zeroed", "decode.cuh",
+        "if (row_tile == 0) zero_padding<Engine>(p, kv_head, item.num_step_tokens + run,"
+        " p.num_items);",
+    ),
+    Mutant(
+        "a window's first tiles are left out", "decode_copy.cuh",
         "max(0, first_position - p.window + 1) : 0;", "max(0, first_position - p.window + 65) : 0;",
     ),
     # the engines
@@ -101,8 +112,8 @@ MUTANTS = (
         "distance < TILE; distance *= 2) l +=", "distance < TILE / 2; distance *= 2) l +=",
     ),
     Mutant(
-        "tensor cores: odd keys are masked like even ones", "decode_mma.cuh",
-        "2 * c + j % 2;\n        const int position", "2 * c;\n        const int position",
+        "tensor cores: the upper eight keys are masked like the lower", "decode_mma.cuh",
+        "first_key + g + j / 2 * 8;", "first_key + g;",
     ),
     Mutant(
         "tensor cores: a window of one key more", "decode_mma.cuh",
@@ -110,11 +121,33 @@ MUTANTS = (
     ),
     Mutant(
         "tensor cores: a sum without the lanes across", "decode_mma.cuh",
-        "    l += __shfl_xor_sync(ALL_LANES, l, 2);\n",
+        "int distance = 4; distance < WARP; distance *= 2) l +=",
+        "int distance = 8; distance < WARP; distance *= 2) l +=",
     ),
     Mutant(
         "tensor cores: the second eight rows are the first", "decode_mma.cuh",
-        "make_float2(acc[i][2 * pass], acc[i][2 * pass + 1])", "make_float2(acc[i][0], acc[i][1])",
+        "column] = acc[r][i][2 * half + j];", "column] = acc[0][i][2 * half + j];",
+    ),
+    Mutant(
+        "tensor cores: weights stay with the lanes that computed them", "decode_mma.cuh",
+        "transpose_matrix(pack<T>(x[0], x[1]))", "pack<T>(x[0], x[1])",
+    ),
+    Mutant(
+        "tensor cores: a key takes the scale of the one eight before", "decode_mma.cuh",
+        "k_scales[half] = scales_smem[g + 8 * half]", "k_scales[half] = scales_smem[g]",
+    ),
+    Mutant(
+        "tensor cores: values take the scales of keys", "decode_mma.cuh",
+        "log2_approx(scales_smem[TILE + g + 8 * half])", "log2_approx(scales_smem[g + 8 * half])",
+    ),
+    Mutant(
+        "a tile's second eight keys take the block of its first", "decode_copy.cuh",
+        "__shfl_sync(ALL_LANES, tile_blocks, group)", "__shfl_sync(ALL_LANES, tile_blocks, 0)",
+    ),
+    Mutant(
+        "every key takes the scale of its block's first", "decode_copy.cuh",
+        "head_scales + block * strides.block + slot * strides.slot",
+        "head_scales + block * strides.block",
     ),
     # prefill
     Mutant(
@@ -202,16 +235,14 @@ MUTANTS = (
         "__shfl_sync(ALL_LANES, blocks, row / 8);\n    const int bytes",
         "__shfl_sync(ALL_LANES, blocks, row / 16);\n    const int bytes",
     ),
-    Mutant(
-        "every key takes the scale of its block's first", "tile.cuh",
-        " + (key & ((1 << block_shift) - 1)) * strides.slot;", ";",
-    ),
     Mutant("a sum is not brought to the new maximum", "softmax_state.cuh",
            "    l = __fmul_rn(l, shrink);\n"),
     Mutant("a row that saw no key is NaN", "softmax_state.cuh",
            "return m == -INF ? 0.0f : m;", "return m;"),
-    Mutant("every row tile is the first", "work_list.cu", "item.first_row = i * row_tile;",
+    Mutant("every row tile is the first", "work_list.cu", "item.first_row = i * cut.run;",
            "item.first_row = 0;"),
+    Mutant("a thread block does not go on to its next sequence", "work_list.cu",
+           "if (i < cut.num_items - 1) item.next = -1;", "item.next = -1;"),
     Mutant(
         "the cut depends on the batch", "work_list.cu",
         "keys * p.few_leaves < seq_len)", "keys * p.few_leaves < seq_len + 256 * p.num_seqs)",

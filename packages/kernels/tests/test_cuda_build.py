@@ -162,7 +162,8 @@ namespace pagetide {
 constexpr int MAX = 64 * 1024;
 template <typename T, int DIM>
 constexpr bool MMA_FITS =
-    PrefillTiles<T, DIM>::bytes(75) <= MAX && DecodeMemory<MmaEngine<T, DIM>>::bytes(75) <= MAX;
+    PrefillTiles<T, DIM>::bytes(75) <= MAX &&
+    DecodeMemory<MmaEngine<T, T, DIM, 1>>::bytes(75) <= MAX;
 template <int DIM>
 constexpr bool SIMT_FITS = DecodeMemory<SimtEngine<float, DIM>>::bytes(75) <= MAX &&
                            DecodeMemory<SimtEngine<Half, DIM>>::bytes(75) <= MAX &&
@@ -171,7 +172,8 @@ static_assert(MMA_FITS<Half, 64> && MMA_FITS<Half, 80> && MMA_FITS<Half, 96>, "6
 static_assert(MMA_FITS<Half, 128> && MMA_FITS<Half, 256>, "64 KB");
 static_assert(SIMT_FITS<64> && SIMT_FITS<128> && SIMT_FITS<256>, "64 KB");
 template void launch_prefill_instance<Half, 64>(const AttentionParams&, cudaStream_t);
-template void launch_decode_instance<MmaEngine<Half, 64>>(const AttentionParams&, cudaStream_t);
+using Engine = MmaEngine<Half, Half, 64, 1>;
+template void launch_decode_instance<Engine>(const AttentionParams&, cudaStream_t);
 }  // namespace pagetide
 """
 

@@ -9,23 +9,27 @@ namespace ladder {
 namespace {
 
 using namespace pagetide;
-using Engine = MmaEngine<pagetide::Half, DIM>;
+using Engine = MmaEngine<pagetide::Half, pagetide::Half, DIM, 1>;
 constexpr int TILE = Engine::TILE;
 constexpr int TILE_BYTES = TILE * Engine::Layout::ROW_BYTES;
 constexpr int STEPS = SPLIT / (WARPS * TILE);
-constexpr int ROWS = 8;  // heads of a group, at most
+constexpr int ROWS = Engine::ROWS;  // heads of a group, at most
 constexpr int STATE_FLOATS = ROWS * (DIM + 2);
 
 __global__ void __launch_bounds__(THREADS) kernel(const __grid_constant__ AttentionParams p, const int* seq_lens) {
   __shared__ __align__(128) unsigned char tiles[WARPS][STEPS][2 * TILE_BYTES];
-  __shared__ __align__(16) float states[WARPS][STATE_FLOATS];
+  __shared__ __align__(16) float states[WARPS][StateLayout<Engine>::FLOATS];
   __shared__ bool is_last;
   const int kv_head = blockIdx.x, sequence = blockIdx.y, split = blockIdx.z;
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   const int num_keys = seq_lens[sequence];
   const int num_splits = (num_keys + SPLIT - 1) / SPLIT;
   if (split >= num_splits) return;
-  const WorkItem item{sequence, sequence, 0, p.group_size, split, 1, num_splits, 0, num_keys, 1, sequence, SPLIT};
+  WorkItem item{};
+  item.num_rows = p.group_size;
+  item.seq_len = num_keys;
+  item.query_len = 1;
+  item.first_token = sequence;
 
   // Every tile of the split sets off, then the queries.
   const int32_t* table = p.block_tables + sequence * p.table_stride;
@@ -42,29 +46,26 @@ __global__ void __launch_bounds__(THREADS) kernel(const __grid_constant__ Attent
                                                num_keys, p.block_shift, DIM, true, lane);
     commit_copies();
   }
-  Engine engine(p, item, kv_head, nullptr);
+  Engine engine(p, nullptr);
+  engine.begin(item, kv_head);
   wait_copies<0>();
   __syncwarp();  // all lanes' parts of the warp's tiles have landed
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
-    engine.attend(tiles[warp][step], tiles[warp][step] + TILE_BYTES, nullptr, first_key(step), num_keys - 1,
-                  num_keys - 1);
+    engine.attend(shared_address(tiles[warp][step]), first_key(step), num_keys - 1, num_keys - 1);
   }
-  engine.share_rows(0, states[warp]);
+  engine.share_state(states[warp]);
   __syncthreads();  // every warp's state is there
   const RowShare<Engine> share;
   RowShare<Engine>::State state;
-  for (int w = 0; w < WARPS; ++w) {
-    const float* m = states[w];
-    state.merge(share.read<false>(m + share.row, m + ROWS + share.row, m + 2 * ROWS + share.row * DIM));
-  }
+  for (int w = 0; w < WARPS; ++w) state.merge(share.read(states[w], share.row));
   if (num_splits > 1) {
     const bool is_row = share.row < p.group_size;
     auto left_by = [&](int other) {
       return p.states + ((int64_t{sequence} * gridDim.z + other) * p.num_kv_heads + kv_head) * STATE_FLOATS;
     };
     float* mine = left_by(split);
-    if (is_row) share.store(state, mine + share.row, mine + ROWS + share.row, mine + 2 * ROWS + share.row * DIM);
+    if (is_row) share.leave(state, mine + share.row, mine + ROWS + share.row, mine + 2 * ROWS + share.row * DIM);
     __threadfence();
     __syncthreads();  // every thread's state is visible to the card before one thread announces them
     if (threadIdx.x == 0) {
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(THREADS) kernel(const __grid_constant__ Attent
     state = {};
     for (int other = 0; other < num_splits; ++other) {
       const float* m = left_by(other);
-      state.merge(share.read<true>(m + share.row, m + ROWS + share.row, m + 2 * ROWS + share.row * DIM));
+      state.merge(share.find(m + share.row, m + ROWS + share.row, m + 2 * ROWS + share.row * DIM));
     }
   }
   write_rows<Engine>(state, share, p, item, kv_head, share.row);

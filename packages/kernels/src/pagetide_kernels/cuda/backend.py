@@ -75,8 +75,11 @@ class CudaBackend(AttentionBackend):
     @staticmethod
     def _make_work_list(metadata: AttentionMetadata, shape: AttentionShape) -> WorkList:
         tuning = tuning_for(shape)
+        index = metadata.device.index
+        architecture = library.compiled_architecture(0 if index is None else index)
         target = _multiprocessors(metadata.device) * tuning.blocks_an_sm
-        return make_work_list(metadata, shape, tuning, target)
+        has_clusters = isinstance(architecture, int) and 90 <= architecture < 120
+        return make_work_list(metadata, shape, tuning, target, has_clusters=has_clusters)
 
     def paged_attention(
         self,
@@ -105,7 +108,7 @@ class CudaBackend(AttentionBackend):
             out, q, k_cache, v_cache, k_scales, v_scales, work.decode_items, work.prefill_items,
             metadata.query_start_loc, metadata.block_tables, work.states, work.sums, work.arrivals,
             scale, soft_cap or 0.0, window or 0, int(tuning.path), tuning.decode_head_dim,
-            tuning.prefill_head_dim,
+            tuning.prefill_head_dim, work.num_runs, work.row_tiles, work.cluster_size,
         )  # fmt: skip
 
     def store_kv(

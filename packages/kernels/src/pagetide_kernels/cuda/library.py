@@ -21,15 +21,17 @@ _NAMESPACE = "pagetide"
 _SCHEMAS = {
     "work_list": (
         "(Tensor(a!) decode_items, Tensor(b!) prefill_items, Tensor(c!) arrivals, "
-        "Tensor query_start_loc, Tensor seq_lens, Tensor rows, int group_size, int num_kv_heads, "
-        "int decode_rows, int prefill_rows, int min_leaf_keys, int long_leaf_keys, int few_leaves, "
-        "int max_leaves, int target_blocks)"
+        "Tensor query_start_loc, Tensor seq_lens, Tensor rows, Tensor block_tables, "
+        "int block_size, int group_size, int num_runs, int cluster_size, int decode_rows, "
+        "int prefill_rows, bool has_prefill_kernel, int min_leaf_keys, int long_leaf_keys, "
+        "int few_leaves, int max_leaves)"
     ),
     "paged_attention": (
         "(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor? k_scales, Tensor? v_scales, "
         "Tensor decode_items, Tensor prefill_items, Tensor query_start_loc, Tensor block_tables, "
         "Tensor(b!) states, Tensor(c!) sums, Tensor(d!) arrivals, float scale, float soft_cap, "
-        "int window, int path, int decode_head_dim, int prefill_head_dim)"
+        "int window, int path, int decode_head_dim, int prefill_head_dim, int num_runs, "
+        "int row_tiles, int cluster_size)"
     ),
     "store_kv": (
         "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scales, "

@@ -16,7 +16,7 @@ from pagetide_kernels.metadata import AttentionShape
 __all__ = ["Path", "Tuning", "tuning_for"]
 
 _MMA_HEAD_DIMS = (64, 80, 96, 128, 256)
-_SIMT_HEAD_DIMS = (64, 128, 256)
+_COARSE_HEAD_DIMS = (64, 128, 256)  # of INT8 caches, and of CUDA cores
 
 
 class Path(IntEnum):
@@ -31,9 +31,10 @@ class Tuning:
     """Attributes:
     path: tensor cores or CUDA cores, for decoding.
     decode_head_dim: head_dim of the decode instance, at least the shape's.
-    decode_rows: rows of a decode tile: query heads of the group times query tokens.
+    tile_rows: rows of a decode tile: query heads of the group times query tokens.
+    row_tiles: decode tiles of a group; a sequence whose rows they hold decodes.
     prefill_head_dim: head_dim of the prefill instance; 0: the decode kernel takes prefills too.
-    prefill_rows: rows of a prefill tile; 0 like above.
+    prefill_rows: rows of a prefill tile.
     few_leaves: a sequence has as few, until a leaf has ``long_leaf_keys``: a leaf ends with a
         merge, which short ones pay for dearly, and each may be another thread block's.
     min_leaf_keys: keys of the shortest leaf, a power of two.
@@ -45,14 +46,20 @@ class Tuning:
 
     path: Path
     decode_head_dim: int
-    decode_rows: int
+    tile_rows: int
+    row_tiles: int
     prefill_head_dim: int
     prefill_rows: int
-    few_leaves: int
+    few_leaves: int = 4
     min_leaf_keys: int = 64
     long_leaf_keys: int = 512
-    max_leaves: int = 64
+    max_leaves: int = 32
     blocks_an_sm: int = 2
+
+    @property
+    def decode_rows(self) -> int:
+        """Rows of the longest query that decodes."""
+        return self.tile_rows * self.row_tiles
 
     def most_leaves(self, max_seq_len: int) -> int:
         """An upper bound of the leaves of any sequence of at most that length, at least 1."""
@@ -67,16 +74,18 @@ def _compiled(head_dims: tuple[int, ...], head_dim: int) -> int:
 
 def tuning_for(shape: AttentionShape) -> Tuning:
     """The choice for a model's shape."""
-    few_leaves = 8 if shape.num_kv_heads < 4 else 4  # KV heads are thread blocks too
-    if shape.query_dtype == torch.float32 or shape.is_quantized:
-        return Tuning(Path.SIMT, _compiled(_SIMT_HEAD_DIMS, shape.head_dim), 8, 0, 0, few_leaves)
+    is_mma = shape.query_dtype != torch.float32
+    coarse = _compiled(_COARSE_HEAD_DIMS, shape.head_dim)
     dim = _compiled(_MMA_HEAD_DIMS, shape.head_dim)
+    decode_dim = dim if is_mma and not shape.is_quantized else coarse
+    tile_rows = 16 if is_mma and decode_dim <= 128 else 8
+    has_prefill = is_mma and not shape.is_quantized
     return Tuning(
-        path=Path.MMA,
-        decode_head_dim=dim,
-        decode_rows=16,
-        prefill_head_dim=dim,
-        prefill_rows=128 if dim <= 128 else 64,
-        few_leaves=few_leaves,
-        blocks_an_sm=3 if dim <= 64 else 2,
+        path=Path.MMA if is_mma else Path.SIMT,
+        decode_head_dim=decode_dim,
+        tile_rows=tile_rows,
+        row_tiles=-(-shape.group_size // tile_rows),
+        prefill_head_dim=dim if has_prefill else 0,
+        prefill_rows=(128 if dim <= 128 else 64) if has_prefill else tile_rows,
+        blocks_an_sm=3 if decode_dim <= 64 and is_mma else 2,
     )

@@ -13,7 +13,11 @@ from pagetide_kernels.metadata import AttentionMetadata, AttentionShape
 
 __all__ = ["WorkList", "make_work_list"]
 
-_ITEM_WORDS = 12  # of WorkItem in params.h
+_DECODE_ITEM_WORDS, _ITEM_WORDS = 32, 16  # of DecodeItem and WorkItem in params.h
+_CLUSTER_SIZES = (8, 4, 2)
+_CLUSTER_LEAVES = 4  # of one thread block, whose shared memory holds their states (decode.cuh)
+# Longer sequences want more thread blocks than a cluster has, or an evener share for each.
+_CLUSTER_KEYS = {8: 8192, 4: 8192, 2: 1024}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +25,15 @@ class WorkList:
     """One step's items, and the memory through which the thread blocks of one sequence meet.
 
     Attributes:
-        decode_items: int32 [capacity, 12], see ``WorkItem`` in ``params.h``.
-        prefill_items: int32 [capacity, 12].
-        states: float32 [states, num_kv_heads, rows, head_dim], sums of values left by a leaf.
-        sums: float32 [states, num_kv_heads, 2, rows], their maxima and sums.
-        arrivals: int32 [S, num_kv_heads], blocks of a sequence that have finished; zeros between
-            launches.
+        decode_items: int32 [capacity, 32], see ``DecodeItem`` in ``params.h``.
+        prefill_items: int32 [capacity, 16].
+        states: float32 [states, kv heads x row tiles, rows, head_dim], sums of values of a leaf.
+        sums: float32 [states, kv heads x row tiles, 2, rows], their maxima and sums.
+        arrivals: int32 [S, kv heads x row tiles], blocks of a sequence that have finished; zeros
+            between launches.
+        num_runs: decode thread blocks of a KV head's row tile.
+        row_tiles: decode tiles of a group's rows.
+        cluster_size: thread blocks of a sequence that meet in shared memory; 1: in ``states``.
     """
 
     decode_items: Tensor
@@ -34,14 +41,33 @@ class WorkList:
     states: Tensor
     sums: Tensor
     arrivals: Tensor
+    num_runs: int
+    row_tiles: int
+    cluster_size: int
 
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def _cluster_size(num_blocks: int, leaves: int, max_seq_len: int, target_blocks: int) -> int:
+    """How many thread blocks each of ``num_blocks`` may become, all running at once; 1: no more."""
+    for size in _CLUSTER_SIZES:
+        if max_seq_len > _CLUSTER_KEYS[size]:
+            continue
+        has_work = size < 2 * leaves <= 2 * size * _CLUSTER_LEAVES
+        if has_work and num_blocks * size <= target_blocks:
+            return size
+    return 1
+
+
 def make_work_list(
-    metadata: AttentionMetadata, shape: AttentionShape, tuning: Tuning, target_blocks: int
+    metadata: AttentionMetadata,
+    shape: AttentionShape,
+    tuning: Tuning,
+    target_blocks: int,
+    *,
+    has_clusters: bool,
 ) -> WorkList:
     """Launches the kernel that cuts the step into items.
 
@@ -50,35 +76,45 @@ def make_work_list(
         shape: the model's shape.
         tuning: the shape's.
         target_blocks: thread blocks that fill the card.
+        has_clusters: whether thread blocks can meet in shared memory.
     """
-    bounds, device, kv_heads = metadata.bounds, metadata.device, shape.num_kv_heads
+    bounds, device = metadata.bounds, metadata.device
     num_seqs = metadata.num_seqs
     leaves = tuning.most_leaves(bounds.max_seq_len)
-    shares = target_blocks // kv_heads
-    # A thread block takes its even share of keys, rounded up to whole leaves: no more items than
-    # shares, and one more a sequence for what is left over. Only sequences longer than a share are
-    # split, so no more of them than shares leave states.
-    decode_capacity = min(num_seqs * leaves, shares + num_seqs)
-    num_states = min(num_seqs, shares) * leaves
-    prefills = bounds.max_query_len * shape.group_size > tuning.decode_rows
+    heads = shape.num_kv_heads * tuning.row_tiles
     row_tiles = 0
-    if prefills:
-        row_tile = tuning.prefill_rows or tuning.decode_rows
-        row_tiles = bounds.num_tokens * shape.group_size // row_tile + num_seqs
-    if not tuning.prefill_rows:
-        decode_capacity, row_tiles = decode_capacity + row_tiles, 0
-    state_rows = min(tuning.decode_rows, max(1, bounds.max_query_len) * shape.group_size)
+    if bounds.max_query_len * shape.group_size > tuning.decode_rows:
+        row_tiles = bounds.num_tokens * shape.group_size // tuning.prefill_rows + num_seqs
+    has_prefill = tuning.prefill_head_dim > 0
+    cluster_size = 1
+    if has_clusters and (has_prefill or not row_tiles):
+        cluster_size = _cluster_size(num_seqs * heads, leaves, bounds.max_seq_len, target_blocks)
+    # Every thread block has an even share of the keys. Only sequences on two shares leave states,
+    # so no more than there are shares; in clusters none do.
+    num_runs = min(num_seqs * leaves, max(1, target_blocks // heads))
+    num_states = min(num_seqs, num_runs) * leaves
+    if cluster_size > 1:
+        num_runs, num_states = num_seqs * cluster_size, 0
+    decode_capacity = num_runs + num_seqs + 1 + (0 if has_prefill else row_tiles)
+    prefill_capacity = row_tiles if has_prefill else 0
+    state_rows = min(tuning.tile_rows, max(1, bounds.max_query_len) * shape.group_size)
     work = WorkList(
-        decode_items=torch.empty(decode_capacity, _ITEM_WORDS, dtype=torch.int32, device=device),
-        prefill_items=torch.empty(row_tiles, _ITEM_WORDS, dtype=torch.int32, device=device),
-        states=torch.empty(num_states, kv_heads, state_rows, tuning.decode_head_dim, device=device),
-        sums=torch.empty(num_states, kv_heads, 2, state_rows, device=device),
-        arrivals=torch.empty(num_seqs, kv_heads, dtype=torch.int32, device=device),
+        decode_items=torch.empty(
+            decode_capacity, _DECODE_ITEM_WORDS, dtype=torch.int32, device=device
+        ),
+        prefill_items=torch.empty(prefill_capacity, _ITEM_WORDS, dtype=torch.int32, device=device),
+        states=torch.empty(num_states, heads, state_rows, tuning.decode_head_dim, device=device),
+        sums=torch.empty(num_states, heads, 2, state_rows, device=device),
+        arrivals=torch.empty(num_seqs, heads, dtype=torch.int32, device=device),
+        num_runs=num_runs,
+        row_tiles=tuning.row_tiles,
+        cluster_size=cluster_size,
     )
     load().work_list(
         work.decode_items, work.prefill_items, work.arrivals, metadata.query_start_loc,
-        metadata.seq_lens, metadata.rows, shape.group_size, kv_heads, tuning.decode_rows,
-        tuning.prefill_rows, tuning.min_leaf_keys, tuning.long_leaf_keys, tuning.few_leaves,
-        tuning.max_leaves, target_blocks,
+        metadata.seq_lens, metadata.rows, metadata.block_tables, shape.block_size,
+        shape.group_size, num_runs, cluster_size, tuning.decode_rows, tuning.prefill_rows,
+        has_prefill, tuning.min_leaf_keys, tuning.long_leaf_keys, tuning.few_leaves,
+        tuning.max_leaves,
     )  # fmt: skip
     return work
