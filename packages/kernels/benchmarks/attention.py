@@ -205,7 +205,7 @@ def run_case(case: Case, kernels: list[str], record: Row, options: argparse.Name
 
 
 def warm_up(cases: list[Case], kernels: list[str]) -> None:
-    """Compiles FlashInfer's kernels, each in a process of its own, and ours meanwhile."""
+    """Imports and compiles what takes long, FlashInfer's kernels in processes of their own."""
     kinds = {(c.num_heads // c.num_kv_heads >= 4, c.head_dim, c.is_decode): c for c in cases}
     peers = str(Path(__file__).with_name("attention_peers.py"))
     compilers = [
@@ -219,13 +219,16 @@ def warm_up(cases: list[Case], kernels: list[str]) -> None:
     for case in kinds.values():
         query_len = 1 if case.is_decode else 32
         small = Case("", case.num_heads, case.num_kv_heads, case.head_dim, 32, 1, query_len)
+        problems = measure.make_problems(small)[:1]
         for kernel in kernels:
-            if kernel not in PEERS:
-                with contextlib.suppress(Exception):  # it fails again where it is measured
+            if kernel == "flashinfer":
+                continue
+            with contextlib.suppress(Exception):  # it fails again where it is measured
+                if kernel in PEERS:
+                    PEERS[kernel](small, problems)[0]()
+                else:
                     kv_dtype = "int8" if kernel.endswith(" int8") else "float16"
-                    ours(kernel.split()[0], small, measure.make_problems(small)[:1], kv_dtype)[0][
-                        0
-                    ]()
+                    ours(kernel.split()[0], small, problems, kv_dtype)[0][0]()
     for compiler in compilers:
         try:
             compiler.wait(timeout=100)

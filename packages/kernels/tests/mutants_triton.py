@@ -98,16 +98,16 @@ MUTANTS = (
         "shrunk = acc[i]",
     ),
     Mutant(
-        "merge forgets to rescale the first state",
+        "a state merged at its own maximum",
         "softmax_state",
-        "scale_a = power(m_a - _finite(m), DTYPE)",
-        "scale_a = power(m_b - m_b, DTYPE)",
+        "scale = power(m_b - _finite(largest), DTYPE)",
+        "scale = power(m_b - m_b, DTYPE)",
     ),
     Mutant(
-        "merge takes the second maximum",
+        "a state's sum merged unscaled",
         "softmax_state",
-        "    m = tl.maximum(m_a, m_b)\n",
-        "    m = m_b\n",
+        "l = tl.fma(l_b, scale, l)",
+        "l = l + l_b",
     ),
     Mutant(
         "a state without keys is NaN",
@@ -256,8 +256,8 @@ MUTANTS = (
     Mutant(
         "a leaf dropped in the merge",
         "decode",
-        "for base in tl.range(0, num_leaves, _MERGED_AT_ONCE):",
-        "for base in tl.range(0, num_leaves - 1, _MERGED_AT_ONCE):",
+        "for base in tl.range(MERGED_AT_ONCE, num_leaves, MERGED_AT_ONCE):",
+        "for base in tl.range(MERGED_AT_ONCE, num_leaves - 1, MERGED_AT_ONCE):",
     ),
     Mutant(
         "leaves beyond the last merged",
@@ -268,14 +268,14 @@ MUTANTS = (
     Mutant(
         "the first program to arrive merges",
         "decode",
-        'tl.atomic_add(arrival, 1, sem="acq_rel") < num_items - 1',
-        'tl.atomic_add(arrival, 1, sem="acq_rel") < num_items - 2',
+        "if arrived < num_items - 1:",
+        "if arrived < num_items - 2:",
     ),
     Mutant(
         "arrivals never counted from zero again",
         "decode",
-        "    tl.store(arrival, 0)  # the next layer counts from zero\n",
-        "",
+        "            tl.store(arrival, 0)  # the next layer counts from zero\n",
+        "            pass\n",
     ),
     Mutant(
         "leaves not parted where one program walks them all",
@@ -354,8 +354,8 @@ MUTANTS = (
     Mutant(
         "leaves as long as the batch makes them",
         "work_list",
-        "decode.tiles_a_leaf(num_tiles, most_leaves, min_leaf_tiles)",
-        "decode.tiles_a_leaf(num_tiles * 0 + tl.max(num_tiles, axis=0), most_leaves,"
+        "decode.tiles_a_leaf(num_tiles, tile, leaf_growth, min_leaf_tiles)",
+        "decode.tiles_a_leaf(num_tiles * 0 + tl.max(num_tiles, axis=0), tile, leaf_growth,"
         " min_leaf_tiles)",
     ),
     Mutant(

@@ -114,6 +114,7 @@ def compile_job(job: Job) -> dict[str, Any]:
                 **attention, "NUM_KV_HEADS": shape.num_kv_heads, "TILE": tuning.tile,
                 "ROWS": tuning.decode_rows, "STATE_ROWS": shape.group_size,
                 "MERGE_ROWS": triton.next_power_of_2(shape.group_size),
+                "MERGED_AT_ONCE": tuning.merged_at_once(triton.next_power_of_2(shape.group_size)),
                 "STAGES": tuning.decode_stages, "OVERLAPS": tuning.overlaps,
             },
             tuning.decode_warps,

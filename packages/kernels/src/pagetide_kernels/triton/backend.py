@@ -145,16 +145,19 @@ class TritonBackend(AttentionBackend):
             "HAS_WINDOW": window is not None,
             "HAS_SOFT_CAP": soft_cap is not None,
         }
+        overlaps = tuning.overlaps and q.is_cuda
+        merge_rows = triton.next_power_of_2(work.state_rows)
         decode_kernel[(shape.num_kv_heads, work.decode_items.shape[0])](
             out, q, k_cache, v_cache, k_scales_, v_scales_,
             work.decode_items, metadata.block_tables, work.states, work.sums, work.arrivals,
             metadata.num_tokens,
             *common,
             NUM_KV_HEADS=shape.num_kv_heads, TILE=tuning.tile, ROWS=tuning.decode_rows,
-            STATE_ROWS=work.state_rows, MERGE_ROWS=triton.next_power_of_2(work.state_rows),
+            STATE_ROWS=work.state_rows, MERGE_ROWS=merge_rows,
+            MERGED_AT_ONCE=tuning.merged_at_once(merge_rows),
             STAGES=tuning.decode_stages, num_warps=tuning.decode_warps,
-            maxnreg=tuning.decode_registers, OVERLAPS=tuning.overlaps,
-            launch_pdl=tuning.overlaps, **constants,
+            maxnreg=tuning.decode_registers, OVERLAPS=overlaps,
+            launch_pdl=overlaps, **constants,
         )  # fmt: skip
         if work.prefill_items.shape[0]:
             prefill_kernel[(shape.num_kv_heads, work.prefill_items.shape[0])](

@@ -1,16 +1,14 @@
 """Few query tokens, many keys: a sequence's keys are a fixed row of leaves, whoever walks them.
 
-The leaves. A sequence's keys are cut into leaves of equal length, at most `LEAVES` of them and each
-at least `MIN_LEAF_TILES` tiles long; each is an online softmax of its own, and the leaves merge in
-order. The cut depends on the sequence's length and the model's shape alone: that is exactness
-level 1.
+The leaves. A sequence's keys are cut into leaves of equal length, each an online softmax of its
+own; they merge in order. The cut depends on the sequence's length and the model's shape alone: that
+is exactness level 1.
 
 The walk. An item is a run of one sequence's leaves for one KV head. How long the runs are is
 decided once a step by the work list, from what the whole batch has to do: a small batch is cut fine
-to fill the card, a large one coarse to save memory traffic. A program whose item is the whole
-sequence merges its leaves in registers and writes the output. Otherwise each leaf's state is left
-in memory, and the last program to arrive merges them in the same order: no second launch, the same
-bits.
+to fill the card, a large one coarse. One loop walks all tiles of a run; where a leaf ends, its
+state is left in memory and the next begins afresh. The last program of a sequence to arrive merges
+the states: no second launch, the same bits whoever left them.
 
 The rows of a tile are the query heads that share the KV head, times the sequence's query tokens.
 """
@@ -21,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagetide_kernels.triton.softmax_state import accumulate, merge, new_state
+from pagetide_kernels.triton.softmax_state import accumulate, add_state, new_state
 from pagetide_kernels.triton.tiles import narrow, query_parts, tile_blocks, whole
 
 __all__ = ["ITEM_FIELDS", "decode_kernel"]
@@ -29,16 +27,19 @@ __all__ = ["ITEM_FIELDS", "decode_kernel"]
 # An item: sequence (-1: none), first leaf, end of its tiles, tiles a leaf; of the sequence: items,
 # first state, keys, first query token, query tokens, row of the block table; and the step's tokens.
 ITEM_FIELDS = tl.constexpr(11)
-# States that the merge loads at once: enough to hide most of a trip to L2.
-_MERGED_AT_ONCE = tl.constexpr(4)
+# Leaves whose maxima are loaded at once.
+_MAXIMA_AT_ONCE = tl.constexpr(32)
 
 
 @triton.jit
-def tiles_a_leaf(num_tiles, most_leaves, min_leaf_tiles):
-    """Tiles in each leaf of a sequence of `num_tiles`: a power of two times `min_leaf_tiles`."""
+def tiles_a_leaf(num_tiles, tile, leaf_growth, min_leaf_tiles):
+    """Tiles in each leaf of a sequence of `num_tiles`: a power of two times `min_leaf_tiles`.
+
+    The least whose square is `leaf_growth` times the sequence, both in keys.
+    """
     length = tl.zeros_like(num_tiles) + min_leaf_tiles
-    for _ in tl.static_range(24):  # up to 2^24 tiles a leaf
-        length = tl.where(length * most_leaves < num_tiles, length * 2, length)
+    for _ in tl.static_range(12):  # up to 2^12 times the least
+        length = tl.where(length * length * tile < leaf_growth * num_tiles, length * 2, length)
     return length
 
 
@@ -82,6 +83,52 @@ def _load_state(
 
 
 @triton.jit
+def _largest_maximum(
+    sums, state, num_leaves, num_rows,
+    NUM_KV_HEADS: tl.constexpr, ROWS: tl.constexpr, STATE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Each row's largest score in any of a sequence's leaves, float32 [ROWS]."""
+    row = tl.arange(0, ROWS)
+    leaf = tl.arange(0, _MAXIMA_AT_ONCE)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    for base in tl.range(0, num_leaves, _MAXIMA_AT_ONCE):
+        index = (state + (base + leaf) * NUM_KV_HEADS).to(tl.int64)
+        m = tl.load(
+            sums + (index * (2 * STATE_ROWS))[:, None] + row[None, :],
+            mask=(base + leaf < num_leaves)[:, None] & (row < num_rows)[None, :],
+            other=float("-inf"),
+            cache_modifier=".cg",
+        )
+        largest = tl.maximum(largest, tl.max(m, axis=0))
+    return largest
+
+
+@triton.jit
+def _load_states(
+    states, sums, state, base, num_leaves, num_rows, COUNT: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, STATE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """`COUNT` states from the leaf `base` on, all asked for before the first is waited for."""
+    loaded = ()
+    for i in tl.static_range(COUNT):
+        loaded = loaded + (  # type: ignore[assignment]  # noqa: RUF005 (no unpacking in Triton)
+            _load_state(
+                states, sums, state + (base + i) * NUM_KV_HEADS, base + i < num_leaves,
+                num_rows, ROWS, DIM, STATE_ROWS,
+            ),
+        )  # fmt: skip
+    return loaded
+
+
+@triton.jit
+def _add_states(l, acc, largest, loaded, DTYPE: tl.constexpr):
+    """Adds loaded states in their order."""
+    for i in tl.static_range(len(loaded)):
+        l, acc = add_state(l, acc, largest, loaded[i][0], loaded[i][1], loaded[i][2], DTYPE)
+    return l, acc
+
+
+@triton.jit
 def _zero_padding(
     out, first, num_tokens, kv_head, token_stride, head_stride,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
@@ -101,7 +148,7 @@ def _zero_padding(
 
 @triton.jit
 def _write_output(
-    out, m, l, acc, first_token, query_len, kv_head, token_stride, head_stride,
+    out, l, acc, first_token, query_len, kv_head, token_stride, head_stride,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Rows to tokens and heads; a row that saw no key gives zeros."""
@@ -129,8 +176,8 @@ def decode_kernel(
     table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr, STATE_ROWS: tl.constexpr,
-    MERGE_ROWS: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
+    ROWS: tl.constexpr, STATE_ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr,
+    MERGED_AT_ONCE: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
     IS_QUANTIZED: tl.constexpr, IS_PAIRED: tl.constexpr, SAME_STRIDES: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -206,34 +253,42 @@ def decode_kernel(
             m, l, acc = new_state(ROWS, DIM, IS_PAIRED)
     if is_one_leaf:
         _write_output(
-            out, m, l, whole(acc, IS_PAIRED), first_token, query_len, kv_head,
+            out, l, whole(acc, IS_PAIRED), first_token, query_len, kv_head,
             out_token_stride, out_head_stride, GROUP_SIZE, HEAD_DIM,
         )  # fmt: skip
         return
 
     # Every warp's states must be written before one thread announces them.
     tl.debug_barrier()
-    arrival = arrivals + sequence * NUM_KV_HEADS + kv_head
-    if tl.atomic_add(arrival, 1, sem="acq_rel") < num_items - 1:
+    arrived = num_items - 1
+    if num_items > 1:
+        arrival = arrivals + sequence * NUM_KV_HEADS + kv_head
+        arrived = tl.atomic_add(arrival, 1, sem="acq_rel")
+        if arrived == num_items - 1:
+            tl.store(arrival, 0)  # the next layer counts from zero
+    if arrived < num_items - 1:
         return
-    tl.store(arrival, 0)  # the next layer counts from zero
     num_leaves = tl.cdiv(num_tiles, leaf_tiles)
-    all_m, all_l, empty = new_state(MERGE_ROWS, DIM, False)
-    all_acc = empty[0]
-    for base in tl.range(0, num_leaves, _MERGED_AT_ONCE):
-        loaded = ()
-        for i in tl.static_range(_MERGED_AT_ONCE):
-            loaded = loaded + (  # type: ignore[assignment]  # noqa: RUF005 (no unpacking in Triton)
-                _load_state(
-                    states, sums, state + (base + i) * NUM_KV_HEADS, base + i < num_leaves,
-                    query_len * GROUP_SIZE, MERGE_ROWS, DIM, STATE_ROWS,
-                ),
-            )  # fmt: skip
-        for i in tl.static_range(_MERGED_AT_ONCE):
-            all_m, all_l, all_acc = merge(
-                all_m, all_l, all_acc, loaded[i][0], loaded[i][1], loaded[i][2], DTYPE
-            )
+    num_rows = query_len * GROUP_SIZE
+    # The first states and all maxima are asked for together.
+    loaded = _load_states(
+        states, sums, state, 0, num_leaves, num_rows,
+        MERGED_AT_ONCE, NUM_KV_HEADS, MERGE_ROWS, DIM, STATE_ROWS,
+    )  # fmt: skip
+    largest = _largest_maximum(
+        sums, state, num_leaves, num_rows, NUM_KV_HEADS, MERGE_ROWS, STATE_ROWS
+    )
+    all_l, all_acc = _add_states(
+        tl.zeros([MERGE_ROWS], tl.float32), tl.zeros([MERGE_ROWS, DIM], tl.float32), largest,
+        loaded, DTYPE,
+    )  # fmt: skip
+    for base in tl.range(MERGED_AT_ONCE, num_leaves, MERGED_AT_ONCE):
+        loaded = _load_states(
+            states, sums, state, base, num_leaves, num_rows,
+            MERGED_AT_ONCE, NUM_KV_HEADS, MERGE_ROWS, DIM, STATE_ROWS,
+        )  # fmt: skip
+        all_l, all_acc = _add_states(all_l, all_acc, largest, loaded, DTYPE)
     _write_output(
-        out, all_m, all_l, all_acc, first_token, query_len, kv_head,
+        out, all_l, all_acc, first_token, query_len, kv_head,
         out_token_stride, out_head_stride, GROUP_SIZE, HEAD_DIM,
     )  # fmt: skip

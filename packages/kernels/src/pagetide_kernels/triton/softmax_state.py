@@ -1,11 +1,10 @@
-"""The state of an online softmax, and the one way two states become one.
+"""The state of an online softmax, and the one way states become one.
 
-A state over a set of keys is `(m, l, acc)`: the largest score in log2 units, the sum of
-`2^(s - m)`, and the sum of `2^(s - m) * v`. Attention is `acc / l`. Two states over disjoint keys
-merge by bringing both to the larger maximum (Milakov and Gimelshein 2018; Dao 2023). The program
-that walks a whole sequence and the one that arrives last both call `merge`, leaf by leaf, so the
-same row of leaves gives the same bits whoever walks which part of it: the fused multiply-add is
-written out because a compiler may fuse either product of `a * x + b * y`, and chooses by context.
+A state over a set of keys is `(m, l, acc)`: the largest score in the units of `power`, the sum of
+`e^(s - m)`, and the sum of `e^(s - m) * v`. Attention is `acc / l`. States over disjoint keys merge
+by bringing all to the largest maximum (Milakov and Gimelshein 2018; Dao 2023): a maximum is exact
+in any order, and the sums are taken in the order of the keys. The fused multiply-add is written
+out, because a compiler may fuse or not, and chooses by context.
 """
 
 from __future__ import annotations
@@ -14,15 +13,16 @@ import triton
 import triton.language as tl
 
 from pagetide_kernels.triton.tiles import (
+    key_parts,
     key_pointers,
     load_tile,
     masked_scores,
-    parts,
     power,
+    value_parts,
     weighted_values,
 )
 
-__all__ = ["accumulate", "merge", "new_state"]
+__all__ = ["accumulate", "add_state", "new_state"]
 
 
 @triton.jit
@@ -44,14 +44,12 @@ def _finite(m):
 
 
 @triton.jit
-def merge(m_a, l_a, acc_a, m_b, l_b, acc_b, DTYPE: tl.constexpr):
-    """The state over the keys of both, `a` before `b`."""
-    m = tl.maximum(m_a, m_b)
-    scale_a = power(m_a - _finite(m), DTYPE)
-    scale_b = power(m_b - _finite(m), DTYPE)
-    l = tl.fma(l_a, scale_a, l_b * scale_b)
-    acc = tl.fma(acc_a, tl.broadcast_to(scale_a[:, None], acc_a.shape), acc_b * scale_b[:, None])
-    return m, l, acc
+def add_state(l, acc, largest, m_b, l_b, acc_b, DTYPE: tl.constexpr):
+    """Sums taken at `largest`, which no state's maximum exceeds, and the state `b`'s besides."""
+    scale = power(m_b - _finite(largest), DTYPE)
+    l = tl.fma(l_b, scale, l)
+    acc = tl.fma(acc_b, tl.broadcast_to(scale[:, None], acc_b.shape), acc)
+    return l, acc
 
 
 @triton.jit
@@ -105,7 +103,7 @@ def accumulate(
         is_visible = keys[None, :] <= positions[:, None]
         if HAS_WINDOW:
             is_visible &= keys[None, :] > positions[:, None] - window
-    k, v = parts(k, DTYPE, IS_PAIRED), parts(v, DTYPE, IS_PAIRED)
+    k, v = key_parts(k, DTYPE, IS_PAIRED), value_parts(v, DTYPE, IS_PAIRED)
     scores = masked_scores(
         q, k, k_scale, is_visible, scale, soft_cap, DTYPE, IS_QUANTIZED, HAS_SOFT_CAP, IS_MASKED
     )

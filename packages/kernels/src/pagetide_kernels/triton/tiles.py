@@ -11,14 +11,15 @@ import triton.language as tl
 
 __all__ = [
     "INTERPRETING",
+    "key_parts",
     "key_pointers",
     "load_tile",
     "masked_scores",
     "narrow",
-    "parts",
     "power",
     "query_parts",
     "tile_blocks",
+    "value_parts",
     "weighted_values",
     "whole",
 ]
@@ -149,23 +150,64 @@ def _widen_pairs(pairs, dtype: tl.constexpr):
 
 
 @triton.jit
-def parts(x, DTYPE: tl.constexpr, IS_PAIRED: tl.constexpr):
-    """A loaded tile as the operands of its dot products: all its dims, or the even and the odd."""
-    if IS_PAIRED:
-        even, odd = _widen_pairs(x, DTYPE)
-        return even, odd
-    else:
-        return (operand(x, DTYPE),)
+def _halves(x):
+    """The even and the odd columns."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
 @triton.jit
-def query_parts(q, DTYPE: tl.constexpr, IS_PAIRED: tl.constexpr):
-    """Queries [ROWS, DIM] in the parts of the keys."""
-    if IS_PAIRED:
-        even, odd = tl.split(tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2)))
-        return operand(even, DTYPE), operand(odd, DTYPE)
+def _quarters(x, dtype: tl.constexpr):
+    """Columns in four parts, of at least 16: two where there are but 32."""
+    even, odd = _halves(operand(x, dtype))
+    if x.shape[1] == 32:
+        return even, odd
     else:
-        return (operand(q, DTYPE),)
+        return _halves(even) + _halves(odd)
+
+
+@triton.jit
+def query_parts(q, dtype: tl.constexpr, IS_PAIRED: tl.constexpr):
+    """Queries [ROWS, DIM] in the parts of the keys, as operands."""
+    if dtype == tl.float32:
+        return _quarters(q, dtype)
+    elif IS_PAIRED:
+        even, odd = _halves(q)
+        return operand(even, dtype), operand(odd, dtype)
+    else:
+        return (operand(q, dtype),)
+
+
+@triton.jit
+def key_parts(k, dtype: tl.constexpr, IS_PAIRED: tl.constexpr):
+    """Loaded keys as the operands of dot products whose sum is the scores.
+
+    Pairs come apart as even and odd dims. A float32 product is a chain of multiply-adds: four short
+    chains round half as much as one long.
+    """
+    if dtype == tl.float32:
+        if IS_PAIRED:
+            even, odd = _widen_pairs(k, dtype)
+            if even.shape[1] == 16:
+                return even, odd
+            else:
+                return _halves(even) + _halves(odd)
+        else:
+            return _quarters(k, dtype)
+    elif IS_PAIRED:
+        even, odd = _widen_pairs(k, dtype)
+        return even, odd
+    else:
+        return (operand(k, dtype),)
+
+
+@triton.jit
+def value_parts(v, dtype: tl.constexpr, IS_PAIRED: tl.constexpr):
+    """Loaded values as operands: all dims, or of pairs the even and the odd."""
+    if IS_PAIRED:
+        even, odd = _widen_pairs(v, dtype)
+        return even, odd
+    else:
+        return (operand(v, dtype),)
 
 
 @triton.jit
@@ -208,8 +250,11 @@ def masked_scores(
         q, k: queries and keys in the same parts.
     """
     scores = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
-    if len(q) == 2:
-        scores = tl.dot(q[1], tl.trans(k[1]), scores, input_precision="ieee")
+    for i in tl.static_range(1, len(q)):
+        if dtype == tl.float32:
+            scores += tl.dot(q[i], tl.trans(k[i]), input_precision="ieee")
+        else:
+            scores = tl.dot(q[i], tl.trans(k[i]), scores, input_precision="ieee")
     UNIT: tl.constexpr = 1.0 if dtype == tl.float32 else LOG2_E
     if IS_QUANTIZED:
         scores = scores * k_scale[None, :]
@@ -236,7 +281,7 @@ def power(difference, dtype: tl.constexpr):
 
 @triton.jit
 def weighted_values(
-    acc, shrink, weights, v, v_scale, DTYPE: tl.constexpr, IS_QUANTIZED: tl.constexpr
+    acc, shrink, weights, v, v_scale, dtype: tl.constexpr, IS_QUANTIZED: tl.constexpr
 ):
     """`acc * shrink + weights @ v`, part by part: float32 [ROWS, DIM], or two of half the width.
 
@@ -248,13 +293,15 @@ def weighted_values(
         largest = tl.max(v_scale, axis=0)
         largest = tl.where(largest == 0.0, 1.0, largest)
         weights = weights * (v_scale / largest)[None, :]
-    weights = operand(weights, DTYPE)
+    weights = operand(weights, dtype)
     new_acc = ()
     for i in tl.static_range(len(v)):
         shrunk = acc[i] * shrink[:, None]
         if IS_QUANTIZED:
             values = tl.dot(weights, v[i], input_precision="ieee")
             new = tl.fma(values, tl.zeros_like(values) + largest, shrunk)
+        elif dtype == tl.float32:
+            new = shrunk + tl.dot(weights, v[i], input_precision="ieee")
         else:
             new = tl.dot(weights, v[i], shrunk, input_precision="ieee")
         new_acc = new_acc + (new,)  # type: ignore[assignment]  # noqa: RUF005 (no unpacking in Triton)

@@ -7,7 +7,7 @@ memory decides is how many rows a prefill tile has. The choices were measured on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -22,12 +22,14 @@ class Tuning:
     """Attributes:
     dim: `head_dim` rounded up to a power of two, the width of a tile.
     tile: keys of a decode tile.
-    leaves: most leaves of a sequence.
+    leaf_growth: a leaf's length squared, in keys, over the least sequence that has longer ones.
     min_leaf_tiles: fewest tiles of a leaf.
     decode_rows: rows of a decode tile: query heads of the group times query tokens.
     decode_warps: warps of a decode program.
     decode_stages: tiles in flight in its loop.
     decode_registers: cap on a thread's registers, so that more programs fit; None: no cap.
+    overlaps: whether a decode launch may begin while the launch before it ends (programmatic
+        dependent launch, from compute capability 9.0).
     programs_an_sm: decode programs that a multiprocessor is given when there is enough to do.
     prefill_rows: rows of a prefill tile.
     prefill_tile: keys of a prefill tile.
@@ -37,7 +39,7 @@ class Tuning:
 
     dim: int
     tile: int = 128
-    leaves: int = 16
+    leaf_growth: int = 16
     min_leaf_tiles: int = 1
     decode_rows: int = 16
     decode_warps: int = 4
@@ -49,6 +51,20 @@ class Tuning:
     prefill_tile: int = 64
     prefill_warps: int = 4
     prefill_stages: int = 3
+
+    def most_leaves(self, max_seq_len: int) -> int:
+        """Most leaves of any sequence up to that length; a longer one may have fewer."""
+        length, most = self.min_leaf_tiles * self.tile, 1
+        while True:
+            longest = min(max_seq_len, length * length // self.leaf_growth + self.tile)
+            most = max(most, triton.cdiv(longest, length))
+            if length * length >= self.leaf_growth * (max_seq_len + self.tile):
+                return most
+            length *= 2
+
+    def merged_at_once(self, rows: int) -> int:
+        """Leaves' states of so many rows that the merge loads at once: 64 registers a thread."""
+        return max(1, min(8, 64 * 32 * self.decode_warps // (rows * self.dim)))
 
 
 def shared_memory_limit(capability: tuple[int, int]) -> int:
@@ -68,24 +84,40 @@ def tuning_for(shape: AttentionShape, capability: tuple[int, int]) -> Tuning:
     is_small = shared_memory_limit(capability) < 160 * 1024
     dim = max(32, triton.next_power_of_2(shape.head_dim))
     rows = max(16, triton.next_power_of_2(shape.group_size))
+    overlaps = capability >= (9, 0)
     if shape.query_dtype == torch.float32:
         # No tensor cores: the products are unrolled into registers, so tiles stay small.
         return Tuning(
             dim, tile=32, min_leaf_tiles=4, decode_rows=rows, decode_stages=1, programs_an_sm=2,
-            prefill_rows=max(32, rows), prefill_tile=32, prefill_warps=4, prefill_stages=1,
+            overlaps=overlaps, prefill_rows=max(32, rows), prefill_tile=32, prefill_stages=1,
         )  # fmt: skip
     if dim >= 256:
         return Tuning(
             dim, tile=64, min_leaf_tiles=2, decode_rows=rows, decode_stages=2, programs_an_sm=2,
-            prefill_rows=max(64, rows), prefill_tile=32, prefill_warps=4, prefill_stages=2,
+            overlaps=overlaps, prefill_rows=max(64, rows), prefill_tile=32, prefill_stages=2,
         )  # fmt: skip
     if dim == 128:
-        return Tuning(
-            dim, tile=64, min_leaf_tiles=2, decode_rows=rows, decode_warps=2,
-            decode_stages=2 if is_small else 3, prefill_rows=128 if is_small else 256,
+        prefill = Tuning(
+            dim, decode_rows=rows, overlaps=overlaps, prefill_rows=128 if is_small else 256,
             prefill_warps=8 if is_small else 16, prefill_stages=2 if is_small else 3,
         )  # fmt: skip
-    return Tuning(
-        dim, tile=64, min_leaf_tiles=2, decode_rows=rows, decode_warps=2,
-        prefill_rows=max(128, rows), prefill_warps=8,
-    )  # fmt: skip
+        if rows > 16:
+            return replace(prefill, tile=64, min_leaf_tiles=2, decode_stages=2, programs_an_sm=2)
+        if shape.is_quantized:
+            return replace(
+                prefill, tile=32, min_leaf_tiles=4, decode_warps=1, decode_stages=3,
+                programs_an_sm=8,
+            )  # fmt: skip
+        return replace(
+            prefill, tile=64, min_leaf_tiles=2, decode_warps=2, decode_stages=2, programs_an_sm=5
+        )
+    prefill = Tuning(dim, decode_rows=rows, overlaps=overlaps, prefill_rows=max(128, rows))
+    if shape.group_size < 4:
+        # Many KV heads, so many programs: a warp each, which has nobody to wait for.
+        return replace(
+            prefill, tile=32, leaf_growth=64, min_leaf_tiles=4, decode_warps=1, decode_stages=3,
+            programs_an_sm=8,
+        )  # fmt: skip
+    if shape.is_quantized and rows == 16:
+        return replace(prefill, tile=64, min_leaf_tiles=2, decode_warps=2, decode_stages=3)
+    return replace(prefill, tile=128, decode_warps=4, decode_stages=2)

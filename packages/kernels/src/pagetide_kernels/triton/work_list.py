@@ -65,13 +65,13 @@ def _at(values, index):
 @triton.jit(
     do_not_specialize=[
         "num_seqs", "decode_capacity", "prefill_capacity", "target_programs", "num_kv_heads",
-        "group_size", "decode_rows", "tile", "most_leaves", "min_leaf_tiles", "prefill_tokens",
+        "group_size", "decode_rows", "tile", "leaf_growth", "min_leaf_tiles", "prefill_tokens",
     ]
 )  # fmt: skip
 def _work_list_kernel(
     decode_items, prefill_items, query_start_loc, seq_lens, rows,
     num_seqs, decode_capacity, prefill_capacity, target_programs,
-    num_kv_heads, group_size, decode_rows, tile, most_leaves, min_leaf_tiles, prefill_tokens,
+    num_kv_heads, group_size, decode_rows, tile, leaf_growth, min_leaf_tiles, prefill_tokens,
     SEQS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     # Longest sequences first: what runs last should be short, so that no program is left alone.
@@ -88,7 +88,7 @@ def _work_list_kernel(
 
     # A run is as many leaves as it takes to give every program about the same number of tiles.
     num_tiles = tl.where(decodes, tl.cdiv(seq_len, tile), 0)
-    leaf_tiles = decode.tiles_a_leaf(num_tiles, most_leaves, min_leaf_tiles)
+    leaf_tiles = decode.tiles_a_leaf(num_tiles, tile, leaf_growth, min_leaf_tiles)
     num_leaves = tl.cdiv(num_tiles, leaf_tiles)
     tiles_a_program = tl.cdiv(tl.sum(num_tiles, axis=0) * num_kv_heads, target_programs)
     run = tl.maximum(tl.cdiv(tiles_a_program, leaf_tiles), 1)
@@ -146,9 +146,7 @@ def make_work_list(
     """
     bounds, device = metadata.bounds, metadata.device
     num_seqs, kv_heads = metadata.num_seqs, shape.num_kv_heads
-    leaves_a_seq = max(
-        1, min(tuning.leaves, triton.cdiv(bounds.max_seq_len, tuning.tile * tuning.min_leaf_tiles))
-    )
+    leaves_a_seq = tuning.most_leaves(bounds.max_seq_len)
     # A program takes its even share of tiles, rounded up to whole leaves: no more items than
     # shares, and one more a sequence for what is left over.
     decode_capacity = min(num_seqs * leaves_a_seq, target_programs // kv_heads + num_seqs + 1)
@@ -181,7 +179,7 @@ def make_work_list(
             shape.group_size,
             tuning.decode_rows,
             tuning.tile,
-            tuning.leaves,
+            tuning.leaf_growth,
             tuning.min_leaf_tiles,
             prefill_tokens,
             SEQS=triton.next_power_of_2(num_seqs),
