@@ -111,7 +111,7 @@ __device__ __forceinline__ void produce(const AttentionParams& p, unsigned char*
 
   // What a job starts with, read while the last tile of the one before waits for its place.
   int job = blockIdx.x;
-  WorkItem item;
+  WorkItem item{};
   int next_blocks = 0;
   auto blocks_of = [&](const KeyRange<KEYS>& range, const int32_t* table, int tile) {
     return tile < range.begin_tile ? 0 : blocks_of_tile(table, tile * KEYS, range.end_key, p.block_shift, KEYS);
