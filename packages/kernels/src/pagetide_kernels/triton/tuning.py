@@ -57,7 +57,7 @@ class Tuning:
         length, most = self.min_leaf_tiles * self.tile, 1
         while True:
             longest = min(max_seq_len, length * length // self.leaf_growth + self.tile)
-            most = max(most, triton.cdiv(longest, length))
+            most = max(most, -(-longest // length))
             if length * length >= self.leaf_growth * (max_seq_len + self.tile):
                 return most
             length *= 2
