@@ -115,3 +115,24 @@ def test_shared_memory_decides_the_prefill_tile_alone() -> None:
                 for tuning in (tuning_for(shape, card) for card in ((8, 0), (8, 9), (9, 0)))
             }
             assert len(arithmetic) == 1
+
+
+@pytest.mark.parametrize("heads", [(14, 2), (12, 12), (32, 8), (64, 1)])
+@pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_no_sequence_has_more_leaves_than_there_is_memory_for(
+    heads: tuple[int, int], kv_dtype: str, head_dim: int
+) -> None:
+    """`tiles_a_leaf`, said again in Python: a shorter sequence may have more leaves."""
+    from pagetide_kernels.triton.tuning import tuning_for
+
+    shape = pk.AttentionShape(*heads, head_dim, 16, torch.float16, kv_dtype)
+    tuning = tuning_for(shape, (9, 0))
+    most = 0
+    for seq_len in range(1, 20_000, 7):
+        num_tiles = -(-seq_len // tuning.tile)
+        length = tuning.min_leaf_tiles
+        while length * length * tuning.tile < tuning.leaf_growth * num_tiles:
+            length *= 2
+        most = max(most, -(-num_tiles // length))
+        assert most <= tuning.most_leaves(seq_len) <= most + 2
