@@ -87,5 +87,8 @@ def tuning_for(shape: AttentionShape) -> Tuning:
         row_tiles=-(-shape.group_size // tile_rows),
         prefill_head_dim=dim if has_prefill else 0,
         prefill_rows=(128 if dim <= 128 else 64) if has_prefill else tile_rows,
+        # Long rows make a leaf's merge cheap beside its keys, and fill fewer thread blocks.
+        few_leaves=4 if decode_dim <= 64 else 8,
+        long_leaf_keys=512 if decode_dim <= 64 else 1024,
         blocks_an_sm=3 if decode_dim <= 64 and is_mma else 2,
     )
