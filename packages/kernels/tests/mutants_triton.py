@@ -154,10 +154,10 @@ MUTANTS = (
         "int8",
     ),
     Mutant(
-        "a block behind the last one read",
+        "the block before the last taken for it",
         "tiles",
         "last = (seq_len - 1) // BLOCK_SIZE",
-        "last = seq_len // BLOCK_SIZE",
+        "last = (seq_len - 1) // BLOCK_SIZE - 1",
     ),
     Mutant(
         "scores of float32 taken for powers of two",
@@ -269,7 +269,7 @@ MUTANTS = (
         "the first program to arrive merges",
         "decode",
         "if arrived < num_items - 1:",
-        "if arrived < num_items - 2:",
+        "if arrived > 0:",
     ),
     Mutant(
         "arrivals never counted from zero again",

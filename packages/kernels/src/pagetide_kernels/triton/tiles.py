@@ -239,6 +239,12 @@ def _tanh(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def _apart(a, b):
+    """`a + b`, where the compiler must not make one long chain of multiply-adds of two short."""
+    return tl.fma(a, tl.full(a.shape, 1.0, tl.float32), b)
+
+
+@triton.jit
 def masked_scores(
     q, k, k_scale, is_visible, scale, soft_cap,
     dtype: tl.constexpr, IS_QUANTIZED: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
@@ -252,7 +258,7 @@ def masked_scores(
     scores = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
     for i in tl.static_range(1, len(q)):
         if dtype == tl.float32:
-            scores += tl.dot(q[i], tl.trans(k[i]), input_precision="ieee")
+            scores = _apart(tl.dot(q[i], tl.trans(k[i]), input_precision="ieee"), scores)
         else:
             scores = tl.dot(q[i], tl.trans(k[i]), scores, input_precision="ieee")
     UNIT: tl.constexpr = 1.0 if dtype == tl.float32 else LOG2_E
@@ -301,7 +307,7 @@ def weighted_values(
             values = tl.dot(weights, v[i], input_precision="ieee")
             new = tl.fma(values, tl.zeros_like(values) + largest, shrunk)
         elif dtype == tl.float32:
-            new = shrunk + tl.dot(weights, v[i], input_precision="ieee")
+            new = _apart(tl.dot(weights, v[i], input_precision="ieee"), shrunk)
         else:
             new = tl.dot(weights, v[i], shrunk, input_precision="ieee")
         new_acc = new_acc + (new,)  # type: ignore[assignment]  # noqa: RUF005 (no unpacking in Triton)

@@ -109,7 +109,7 @@ def tuning_for(shape: AttentionShape, capability: tuple[int, int]) -> Tuning:
                 programs_an_sm=8,
             )  # fmt: skip
         return replace(
-            prefill, tile=64, min_leaf_tiles=2, decode_warps=2, decode_stages=2, programs_an_sm=5
+            prefill, tile=64, min_leaf_tiles=2, decode_stages=2 if is_small else 3, programs_an_sm=2
         )
     prefill = Tuning(dim, decode_rows=rows, overlaps=overlaps, prefill_rows=max(128, rows))
     if shape.group_size < 4:
