@@ -156,7 +156,7 @@ MUTANTS = (
     Mutant(
         "new row without its table",
         "entrance",
-        "    draft.change_tables(repeat(row, len(block_ids)), range(len(block_ids)), block_ids)\n",
+        "    draft.change_tables([row] * len(block_ids), range(len(block_ids)), block_ids)\n",
         "",
     ),
     Mutant(
@@ -325,9 +325,9 @@ MUTANTS = (
     Mutant("skips kept beyond admission", "entrance", "    request.num_skips = 0\n", ""),
     Mutant(
         "no watermark",
-        "state",
-        "return int(self.config.watermark * self.blocks.total_blocks)",
-        "return 0",
+        "scheduler",
+        "int(config.watermark * block_manager.total_blocks)",
+        "0",
     ),
     Mutant(
         "admitted while a step that names it is in flight",

@@ -326,15 +326,17 @@ class BlockManager:
         self._check_is_empty(seq_id)
         cached = self._find(tokens, min(len(tokens), num_tokens), salt)
         num_new = self._num_blocks(num_tokens) - len(cached)
-        unreferenced = self._index.unreferenced
-        num_revived = len([block_id for block_id in cached if block_id in unreferenced])
-        self._require(num_new, num_reserved=num_revived)
-
         if cached:
+            unreferenced = self._index.unreferenced
+            num_revived = len([block_id for block_id in cached if block_id in unreferenced])
+            self._require(num_new, num_reserved=num_revived)
             self._pool.share(cached)
             self._index.revive(cached)
+            block_ids = cached + self._take(num_new)
+        else:
+            self._require(num_new)
+            block_ids = self._take(num_new)
         path = self._index.path_through((salt,), cached)
-        block_ids = cached + self._take(num_new)
         self._sequences[seq_id] = SequenceState(block_ids, path)
         return Admission(tuple(block_ids), len(cached) * self._block_size)
 

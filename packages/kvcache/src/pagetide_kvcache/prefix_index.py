@@ -128,11 +128,13 @@ class PrefixIndex:
         parent = path.serial
         offset = 0
         block_id = path.block_id
+        is_new = False  # below a new block nothing is known
         for own_id in block_ids:
             key = (parent, token_bytes[offset : offset + step])
             offset += step
-            found = blocks.get(key)
+            found = None if is_new else blocks.get(key)
             if found is None:
+                is_new = True
                 if keys[own_id] is not None:  # findable below a parent that is gone: it moves here
                     self.remove(own_id)
                 blocks[key] = block_id = own_id

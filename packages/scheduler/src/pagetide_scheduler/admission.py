@@ -102,7 +102,8 @@ class LookAhead(AdmissionPolicy):
         stayed: list[Request] = []
         num_passed = 0
         while len(stayed) <= self._lookahead:
-            request = waiting.at(len(stayed))  # those that stayed stand before it
+            # Those that stayed stand before it.
+            request = waiting.at(len(stayed)) if stayed else waiting.head
             if request is None or (stayed and stayed[-1].has_run and not request.has_run):
                 break
             outcome = attempt(request)

@@ -180,7 +180,7 @@ class _Parts:
         for request, start, num_tokens in chunks:
             end = start + num_tokens
             stop += num_tokens
-            known.append(request.tokens[start:end].tobytes())
+            known.append(request.tokens[start:end])
             positions.append(counting[start:end])
             stops.append(stop)
             ends.append(end)
@@ -195,7 +195,7 @@ class _Parts:
         self.positions = np.concatenate((self.positions, *positions))
         self.query_start_loc = np.concatenate((self.query_start_loc, _column(stops)))
         self.seq_lens = np.concatenate((self.seq_lens, _column(ends)))
-        self.max_query_len = max(self.max_query_len, *[chunk.num_tokens for chunk in chunks])
+        self.max_query_len = max(self.max_query_len, max([chunk.num_tokens for chunk in chunks]))
         self.sequences = self.sequences + Batch.of(tuple([chunk.request for chunk in chunks]))
         self.sample_tokens = np.concatenate((self.sample_tokens, _column(sample_tokens)))
         if len(sampling) == len(chunks):

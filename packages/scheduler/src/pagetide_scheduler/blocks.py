@@ -21,16 +21,17 @@ def take_blocks(state: SchedulerState, request: Request) -> Admission | None:
     reads_cache = not request.params.prompt_logprobs
     reserve = state.num_watermark_blocks if state.running else 0
     num_lacking = num_blocks + reserve - blocks.num_available_blocks
-    if num_lacking > 0 and reads_cache:
-        request.prefix_path = blocks.follow_prefix(tokens, request.prefix_path)
-        num_lacking -= request.prefix_path.num_blocks
-    if num_lacking > 0:
+    if not reads_cache:
+        if num_lacking > 0:
+            return None
+        return Admission(blocks.allocate_blocks(name, num_blocks), 0)
+    if num_lacking <= 0:  # enough even if nothing of it is cached
+        return blocks.admit(name, tokens, len(tokens))
+    request.prefix_path = blocks.follow_prefix(tokens, request.prefix_path)
+    if num_lacking > request.prefix_path.num_blocks:
         return None
     try:
-        if reads_cache:
-            admission = blocks.admit(name, tokens, len(tokens))
-        else:
-            admission = Admission(blocks.allocate_blocks(name, num_blocks), 0)
+        admission = blocks.admit(name, tokens, len(tokens))
     except OutOfBlocksError:  # some of the cached blocks are themselves among the available ones
         return None
     if blocks.num_available_blocks < reserve:

@@ -158,10 +158,11 @@ class RunningColumns:
         self.last_steps[rows] = step_id
         return positions, ends, positions >= self.num_tokens[rows]
 
-    def plan_chunk(self, row: int, end: int, num_samples: int, step_id: int) -> None:
-        """Counts the tokens before `end` as computed, and `num_samples` more as in flight."""
+    def plan_chunk(self, row: int, end: int, is_last: bool, step_id: int) -> None:
+        """Counts the tokens before `end` as computed; if they are the last, one more in flight."""
         self.num_computed_tokens[row] = end
-        self.num_total_tokens[row] += num_samples
+        if is_last:
+            self.num_total_tokens[row] = end + 1
         self.last_steps[row] = step_id
 
 

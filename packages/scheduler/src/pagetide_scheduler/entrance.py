@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import repeat
 
 from pagetide_scheduler.admission import Outcome
 from pagetide_scheduler.assembly import Chunk, PlanDraft
@@ -45,6 +44,6 @@ def try_to_admit(
     num_tokens = min(len(request.tokens) - num_cached, draft.budget, state.config.chunk_limit)
     draft.new.append(request)
     draft.chunks.append(Chunk(request, num_cached, num_tokens))
-    draft.change_tables(repeat(row, len(block_ids)), range(len(block_ids)), block_ids)
+    draft.change_tables([row] * len(block_ids), range(len(block_ids)), block_ids)
     draft.budget -= num_tokens
     return Outcome.ADMITTED

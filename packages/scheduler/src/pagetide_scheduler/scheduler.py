@@ -81,6 +81,7 @@ class Scheduler:
             progress=Progress(),
             host_blocks=host_block_manager,
             swap_copies=[],
+            num_watermark_blocks=int(config.watermark * block_manager.total_blocks),
         )
         self._clock = clock
         self._arrivals = Arrivals(self._state, frozenset(eos_token_ids), random.Random(seed))

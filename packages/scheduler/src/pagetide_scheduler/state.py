@@ -40,6 +40,7 @@ class SchedulerState:
         waiting: All others, but for samples that follow another.
         host_blocks: The pool that swapped requests' blocks go to, if there is one.
         swap_copies: Copies out to it and in from it that the next plan performs.
+        num_watermark_blocks: Blocks that admission leaves free while others run.
         steady: How long all running requests decode for sure.
         leaders: Running requests that compute a prompt for others too.
         plans: Plans in flight, oldest first.
@@ -56,12 +57,8 @@ class SchedulerState:
     progress: Progress
     host_blocks: BlockManager | None
     swap_copies: list[BlockCopy]
+    num_watermark_blocks: int
     steady: Steadiness = field(default_factory=Steadiness)
-
-    @property
-    def num_watermark_blocks(self) -> int:
-        """Blocks that admission leaves free while others run."""
-        return int(self.config.watermark * self.blocks.total_blocks)
 
     def most_blocks(self, request: Request) -> int:
         """Blocks that `request` ever needs at most: its last token needs no slot."""

@@ -53,10 +53,11 @@ class WaitingQueue:
     def _find_head(self) -> Request | None:
         if self._returning:
             return self._returning[0]
-        heads = [next(iter(lane.values())) for lane in self._lanes.values()]
-        if len(heads) > 1:
-            return min(heads, key=_order)
-        return heads[0] if heads else None
+        if len(self._lanes) > 1:
+            return min([next(iter(lane.values())) for lane in self._lanes.values()], key=_order)
+        for lane in self._lanes.values():
+            return next(iter(lane.values()))
+        return None
 
     def at(self, index: int) -> Request | None:
         """The request that `index` others stand before; costs O(index)."""
