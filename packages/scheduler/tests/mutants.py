@@ -178,6 +178,12 @@ MUTANTS = (
         "            pass\n",
     ),
     Mutant(
+        "a batch taken that lacks whoever came",
+        "running",
+        "if before is self._batch and self._came == list(after.requests[len(before) :]):",
+        "if before is self._batch:",
+    ),
+    Mutant(
         "the head kept when a higher priority comes",
         "waiting",
         "if len(self._lanes) > 1:",

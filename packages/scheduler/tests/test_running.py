@@ -8,6 +8,7 @@ import pytest
 
 from pagetide_kvcache import BlockManager
 from pagetide_scheduler import Request, SamplingParams, Scheduler, SchedulerConfig
+from pagetide_scheduler.plan import Batch
 from pagetide_scheduler.running import RunningSet
 from pagetide_scheduler.waiting import WaitingQueue
 
@@ -49,6 +50,37 @@ def test_the_batch_is_that_of_the_requests_that_run(seed: int) -> None:
             assert list(batch.request_ids) == [request.request_id for request in expected]
             assert batch.rows.tolist() == [request.row for request in expected]
             assert running.batch is batch
+
+
+def test_a_batch_made_elsewhere_is_taken_only_if_it_is_all_of_them() -> None:
+    config = SchedulerConfig(max_model_len=64)
+    scheduler = Scheduler(config, BlockManager(64, 4))
+    requests = [scheduler.add(f"r{index}", [1], SamplingParams()) for index in range(4)]
+    running = RunningSet()
+    for row, request in enumerate(requests):
+        request.row = row
+    running.add(requests[0])
+    before = running.batch
+    running.add(requests[1])
+    running.add(requests[2])
+    running.adopt(before, before + Batch.of((requests[1],)))  # one is missing
+    running.adopt(Batch.of((requests[3],)), Batch.of(tuple(requests[1:3])))  # not what it held
+    assert running.batch.requests == tuple(requests[:3])
+    before = running.batch
+    running.add(requests[3])
+    after = before + Batch.of((requests[3],))
+    running.adopt(before, after)
+    assert running.batch is after
+    running.remove(requests[1])
+    assert running.batch.requests == (requests[0], *requests[2:])
+
+
+def test_the_next_step_has_the_batch_of_the_step_that_admitted() -> None:
+    scheduler = Scheduler(SchedulerConfig(max_model_len=64), BlockManager(64, 4))
+    for name in ("a", "b", "c"):
+        scheduler.add(name, [1, 2, 3], SamplingParams())
+        plan = scheduler.schedule()
+        assert scheduler._state.running.batch is plan.sequences
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -56,6 +56,12 @@ class RunningSet:
         """The requests behind `request`, oldest first."""
         return self._requests[bisect_left(self._requests, request.order, key=_order) + 1 :]
 
+    def adopt(self, before: Batch, after: Batch) -> None:
+        """Takes `after` for its batch if that is the batch `before` and whoever came since."""
+        if before is self._batch and self._came == list(after.requests[len(before) :]):
+            self._batch = after
+            self._came.clear()
+
     @property
     def batch(self) -> Batch:
         """All of them, as columns."""

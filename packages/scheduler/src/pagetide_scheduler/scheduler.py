@@ -310,6 +310,8 @@ class Scheduler:
         state = self._state
         state.plans.append(plan)
         state.swap_copies.clear()
+        if draft.new:  # most often the next step's batch is already made
+            state.running.adopt(draft.decode, plan.sequences)
         self.records.append(StepRecord.of(state, plan, draft.new, passed))
         state.progress.preempted.clear()
         state.progress.next_step_id += 1
