@@ -30,6 +30,7 @@ struct MmaEngine {
   static constexpr int MIN_BLOCKS = DIM <= 64 && ROW_TILES == 1 ? 3 : 2;
   static constexpr int OWN_BYTES = 0;
   static constexpr bool IS_QUANTIZED = sizeof(KV) == 1;
+  static constexpr bool IS_NATURAL = false;  // scores are in log2 units
   static constexpr float SLACK = 8.0f;      // how far scores may outgrow a row's maximum
   static constexpr float LEAST_LOG = -64.0f;  // of a value's scale, for that maximum: its sum stays finite
   using Layout = TileLayout<KV, DIM>;

@@ -18,6 +18,8 @@ struct SimtEngine {
   static constexpr int ROWS = 8;
   static constexpr int WARPS = DIM <= 128 ? 4 : 2;
   static constexpr int MIN_BLOCKS = 2;
+  // Scores stay as they are: in log2 units a score of 30, of a soft cap, rounds half as much again as PyTorch's.
+  static constexpr bool IS_NATURAL = true;
   using State = StateLayout<SimtEngine>;
   using Layout = TileLayout<T, DIM>;
   static constexpr int QUERY_BYTES = ROWS * DIM * 4;
@@ -34,7 +36,7 @@ struct SimtEngine {
   float* const q_smem;
   float* const weights_smem;
   int positions[ROWS];
-  SoftmaxSum sums[ROWS];  // l is this lane's key's share of the row's
+  SumOf<true> sums[ROWS];  // l is this lane's key's share of the row's
   float acc[ROWS][COLUMNS];
 
   __device__ static __forceinline__ DType query_dtype(const AttentionParams& p) { return p.query_dtype; }
@@ -76,7 +78,7 @@ struct SimtEngine {
   __device__ __forceinline__ void reset() {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      sums[r] = SoftmaxSum{};
+      sums[r] = SumOf<true>{};
 #pragma unroll
       for (int i = 0; i < COLUMNS; ++i) acc[r][i] = 0.0f;
     }
@@ -161,7 +163,8 @@ struct SimtEngine {
         s[r] += __shfl_xor_sync(ALL_LANES, s[r], distance);
       }
       if (IS_QUANTIZED) s[r] *= scales_smem[key];
-      float score = score_of<true>(s[r], p);
+      float score = s[r] * p.scale;
+      if (p.soft_cap > 0.0f) score = p.soft_cap * tanhf(score / p.soft_cap);  // relatively exact near 0 too
       if (is_masked) {
         const bool is_visible =
             key_position <= positions[r] && (p.window == 0 || key_position > positions[r] - p.window);

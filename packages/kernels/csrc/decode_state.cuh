@@ -35,7 +35,7 @@ struct RowShare {
   static constexpr int ROWS = 8;
   static constexpr int LANES = Engine::WARPS * WARP / ROWS;
   static constexpr int GROUPS = (Engine::DIM / 4 + LANES - 1) / LANES;
-  using State = SoftmaxState<4 * GROUPS>;
+  using State = SoftmaxState<4 * GROUPS, Engine::IS_NATURAL>;
 
   const int row = threadIdx.x / LANES;
   const int lane = threadIdx.x % LANES;
@@ -96,7 +96,6 @@ struct RowShare {
                                                int kv_head, int row_in_item) const {
     const Place place = place_of(item.first_row + row_in_item, item, kv_head, p);
     T* out = static_cast<T*>(p.out) + place.token * p.out_token_stride + place.head * p.out_head_stride;
-    const float inverse = state.inverse();
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
       if (column(i) >= p.head_dim) continue;  // a multiple of 8, so of 4
@@ -105,11 +104,11 @@ struct RowShare {
           T x[4];
         } four;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) four.x[j] = from_float<T>(state.acc[4 * i + j] * inverse);
+        for (int j = 0; j < 4; ++j) four.x[j] = from_float<T>(state.value(4 * i + j));
         *reinterpret_cast<Four*>(out + column(i)) = four;
       } else {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) out[column(i) + j] = from_float<T>(state.acc[4 * i + j] * inverse);
+        for (int j = 0; j < 4; ++j) out[column(i) + j] = from_float<T>(state.value(4 * i + j));
       }
     }
   }

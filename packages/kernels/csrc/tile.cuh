@@ -106,17 +106,12 @@ __device__ __forceinline__ void load_tile(unsigned char* tile_smem, const T* hea
 }
 
 // The score that a query row gives a key, in log2 units, from their dot product.
-template <bool IS_FLOAT32 = false>
 __device__ __forceinline__ float score_of(float product, const AttentionParams& p) {
   float score = product * p.scale;
   if (p.soft_cap > 0.0f) {
-    if constexpr (IS_FLOAT32) {
-      score = p.soft_cap * tanhf(score / p.soft_cap);  // relatively exact near 0 too, where most scores lie
-    } else {
-      // tanh(x) = 1 - 2 / (1 + e^2x): exact at both ends, between them an absolute error far below a half's.
-      const float grown = exp2_approx(score * (2.0f * LOG2_E / p.soft_cap));
-      score = p.soft_cap * (1.0f - __fdividef(2.0f, 1.0f + grown));
-    }
+    // tanh(x) = 1 - 2 / (1 + e^2x): exact at both ends, between them an absolute error far below a half's.
+    const float grown = exp2_approx(score * (2.0f * LOG2_E / p.soft_cap));
+    score = p.soft_cap * (1.0f - __fdividef(2.0f, 1.0f + grown));
   }
   return score * LOG2_E;
 }

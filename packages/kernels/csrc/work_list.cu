@@ -158,6 +158,7 @@ __device__ void write_items(const Cut& mine, const Deal& deal, Item* items, int 
 template <class Item>
 __device__ void clear_items(Item* items, int capacity, int num_step_tokens) {
   for (int i = threadIdx.x; i < capacity; i += THREADS) {
+    items[i] = Item{};  // a warp reads all words of an item, whatever it holds
     items_at(items, i).sequence = -1;
     items_at(items, i).num_step_tokens = num_step_tokens;
   }
