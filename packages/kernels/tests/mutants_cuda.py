@@ -287,6 +287,8 @@ def passes(scratch: Path, *, is_told: bool = False) -> bool:
     path = os.pathsep.join([str(scratch), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "PAGETIDE_BACKENDS": "cuda",
                    "PAGETIDE_ISOLATED": "0"}  # fmt: skip
+    for name in ("PAGETIDE_CONTRACT_CASES", "PAGETIDE_SHARD"):  # the plain set, all of it
+        environment.pop(name, None)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
     command += ["-k", "not beyond_32 and not many_steps"]
     command += [str(TESTS / name) for name in FILES]
