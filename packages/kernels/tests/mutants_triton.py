@@ -262,8 +262,8 @@ MUTANTS = (
     Mutant(
         "leaves beyond the last merged",
         "decode",
-        "base + i < num_leaves,",
-        "base + i <= num_leaves,",
+        "is_there = base + i < num_leaves",
+        "is_there = base + i <= num_leaves",
     ),
     Mutant(
         "the first program to arrive merges",
@@ -288,6 +288,19 @@ MUTANTS = (
         "decode",
         "            m, l, acc = new_state(ROWS, DIM, IS_PAIRED)\n",
         "",
+    ),
+    Mutant(
+        "a group begun with the state of the last",
+        "decode",
+        "                    group_m, group_l, group_parts = new_state(ROWS, DIM, False)\n"
+        "                    group_acc = group_parts[0]\n",
+        "",
+    ),
+    Mutant(
+        "a group's state written over the last's",
+        "decode",
+        "leaf_state = state + leaves * NUM_KV_HEADS",
+        "leaf_state = state + first_leaf * NUM_KV_HEADS",
     ),
     Mutant(
         "a leaf's state written over the last's",

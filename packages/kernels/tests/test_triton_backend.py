@@ -111,7 +111,14 @@ def test_shared_memory_decides_the_prefill_tile_alone() -> None:
         for query_dtype, kv_dtype in ((torch.float16, "float16"), (torch.float32, "float32")):
             shape = pk.AttentionShape(32, 8, head_dim, 16, query_dtype, kv_dtype)
             arithmetic = {
-                (tuning.tile, tuning.leaf_growth, tuning.min_leaf_tiles, tuning.prefill_tile)
+                (
+                    tuning.tile,
+                    tuning.decode_warps,
+                    tuning.leaf_growth,
+                    tuning.min_leaf_tiles,
+                    tuning.group,
+                    tuning.prefill_tile,
+                )
                 for tuning in (tuning_for(shape, card) for card in ((8, 0), (8, 9), (9, 0)))
             }
             assert len(arithmetic) == 1

@@ -115,7 +115,7 @@ def compile_job(job: Job) -> dict[str, Any]:
                 "ROWS": tuning.decode_rows, "STATE_ROWS": shape.group_size,
                 "MERGE_ROWS": triton.next_power_of_2(shape.group_size),
                 "MERGED_AT_ONCE": tuning.merged_at_once(triton.next_power_of_2(shape.group_size)),
-                "STAGES": tuning.decode_stages, "OVERLAPS": tuning.overlaps,
+                "GROUP": tuning.group, "STAGES": tuning.decode_stages, "OVERLAPS": tuning.overlaps,
             },
             tuning.decode_warps,
         ),

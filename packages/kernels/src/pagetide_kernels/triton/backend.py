@@ -154,7 +154,7 @@ class TritonBackend(AttentionBackend):
             *common,
             NUM_KV_HEADS=shape.num_kv_heads, TILE=tuning.tile, ROWS=tuning.decode_rows,
             STATE_ROWS=work.state_rows, MERGE_ROWS=merge_rows,
-            MERGED_AT_ONCE=tuning.merged_at_once(merge_rows),
+            MERGED_AT_ONCE=tuning.merged_at_once(merge_rows), GROUP=tuning.group,
             STAGES=tuning.decode_stages, num_warps=tuning.decode_warps,
             maxnreg=tuning.decode_registers, OVERLAPS=overlaps,
             launch_pdl=overlaps, **constants,

@@ -19,14 +19,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagetide_kernels.triton.softmax_state import accumulate, add_state, new_state
+from pagetide_kernels.triton.softmax_state import accumulate, add_state, merge, new_state
 from pagetide_kernels.triton.tiles import narrow, query_parts, tile_blocks, whole
 
 __all__ = ["ITEM_FIELDS", "decode_kernel"]
 
 # An item: sequence (-1: none), first leaf, end of its tiles, tiles a leaf; of the sequence: items,
-# first state, keys, first query token, query tokens, row of the block table; and the step's tokens.
-ITEM_FIELDS = tl.constexpr(11)
+# first state, keys, first query token, query tokens, row of the block table; the step's tokens; and
+# whether runs are whole groups of leaves.
+ITEM_FIELDS = tl.constexpr(12)
 # Leaves whose maxima are loaded at once.
 _MAXIMA_AT_ONCE = tl.constexpr(32)
 
@@ -84,8 +85,8 @@ def _load_state(
 
 @triton.jit
 def _largest_maximum(
-    sums, state, num_leaves, num_rows,
-    NUM_KV_HEADS: tl.constexpr, ROWS: tl.constexpr, STATE_ROWS: tl.constexpr,
+    sums, state, num_leaves, num_rows, is_grouped,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, ROWS: tl.constexpr, STATE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Each row's largest score in any of a sequence's leaves, float32 [ROWS]."""
     row = tl.arange(0, ROWS)
@@ -93,9 +94,10 @@ def _largest_maximum(
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     for base in tl.range(0, num_leaves, _MAXIMA_AT_ONCE):
         index = (state + (base + leaf) * NUM_KV_HEADS).to(tl.int64)
+        is_there = (base + leaf < num_leaves) & ((leaf % GROUP == 0) | (not is_grouped))
         m = tl.load(
             sums + (index * (2 * STATE_ROWS))[:, None] + row[None, :],
-            mask=(base + leaf < num_leaves)[:, None] & (row < num_rows)[None, :],
+            mask=is_there[:, None] & (row < num_rows)[None, :],
             other=float("-inf"),
             cache_modifier=".cg",
         )
@@ -105,26 +107,38 @@ def _largest_maximum(
 
 @triton.jit
 def _load_states(
-    states, sums, state, base, num_leaves, num_rows, COUNT: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, STATE_ROWS: tl.constexpr,
+    states, sums, state, base, num_leaves, num_rows, is_grouped, COUNT: tl.constexpr,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    STATE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`COUNT` states from the leaf `base` on, all asked for before the first is waited for."""
+    """`COUNT` states from the leaf `base` on, all asked for before the first is waited for.
+
+    Of grouped leaves the first has the group's state, and the others have none.
+    """
     loaded = ()
     for i in tl.static_range(COUNT):
+        is_there = base + i < num_leaves
+        if i % GROUP != 0:
+            is_there &= not is_grouped
         loaded = loaded + (  # type: ignore[assignment]  # noqa: RUF005 (no unpacking in Triton)
             _load_state(
-                states, sums, state + (base + i) * NUM_KV_HEADS, base + i < num_leaves,
-                num_rows, ROWS, DIM, STATE_ROWS,
+                states, sums, state + (base + i) * NUM_KV_HEADS, is_there, num_rows,
+                ROWS, DIM, STATE_ROWS,
             ),
         )  # fmt: skip
     return loaded
 
 
 @triton.jit
-def _add_states(l, acc, largest, loaded, DTYPE: tl.constexpr):
-    """Adds loaded states in their order."""
-    for i in tl.static_range(len(loaded)):
-        l, acc = add_state(l, acc, largest, loaded[i][0], loaded[i][1], loaded[i][2], DTYPE)
+def _add_states(l, acc, largest, loaded, GROUP: tl.constexpr, DTYPE: tl.constexpr):
+    """Adds loaded states in their order, group by group."""
+    for first in tl.static_range(0, len(loaded), GROUP):
+        group_m, group_l, group_acc = loaded[first]
+        for i in tl.static_range(first + 1, first + GROUP):
+            group_m, group_l, group_acc = merge(
+                group_m, group_l, group_acc, loaded[i][0], loaded[i][1], loaded[i][2], DTYPE
+            )
+        l, acc = add_state(l, acc, largest, group_m, group_l, group_acc, DTYPE)
     return l, acc
 
 
@@ -177,7 +191,7 @@ def decode_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, STATE_ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    MERGED_AT_ONCE: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
+    MERGED_AT_ONCE: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
     IS_QUANTIZED: tl.constexpr, IS_PAIRED: tl.constexpr, SAME_STRIDES: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -200,6 +214,7 @@ def decode_kernel(
     query_len = tl.load(item + 8)
     table_row = tl.load(item + 9)
     end_token = tl.load(item + 10)
+    is_grouped = tl.load(item + 11) > 0
     _zero_padding(
         out, end_token, num_tokens, kv_head, out_token_stride, out_head_stride,
         GROUP_SIZE, HEAD_DIM, ROWS, DIM,
@@ -234,7 +249,11 @@ def decode_kernel(
 
     # One loop over all tiles of the run, so that loads stay in flight from leaf to leaf.
     leaf_state = state + first_leaf * NUM_KV_HEADS
+    leaves = first_leaf
     m, l, acc = new_state(ROWS, DIM, IS_PAIRED)
+    if GROUP > 1:
+        group_m, group_l, parts = new_state(ROWS, DIM, False)
+        group_acc = parts[0]
     for tile in tl.range(first_leaf * leaf_tiles, end_tile, num_stages=STAGES):
         m, l, acc = accumulate(
             m, l, acc, q_parts, k_head, v_head, k_scale_head, v_scale_head, blocks, tile,
@@ -246,10 +265,27 @@ def decode_kernel(
         blocks = tile_blocks(table, tile + 1, seq_len, TILE, BLOCK_SIZE)
         ends_leaf = ((tile + 1) & (leaf_tiles - 1) == 0) | (tile + 1 == num_tiles)
         if ends_leaf & (not is_one_leaf):
-            _store_state(
-                states, sums, leaf_state, m, l, whole(acc, IS_PAIRED), is_row, DIM, STATE_ROWS
-            )
-            leaf_state += NUM_KV_HEADS
+            if GROUP > 1:
+                # A run of whole groups leaves the states of groups, any other those of leaves: the
+                # merge makes groups of them in the same way.
+                group_m, group_l, group_acc = merge(
+                    group_m, group_l, group_acc, m, l, whole(acc, IS_PAIRED), DTYPE
+                )
+                leaves += 1
+                is_last = (leaves % GROUP == 0) | (tile + 1 == num_tiles)
+                if is_last | (not is_grouped):
+                    _store_state(
+                        states, sums, leaf_state, group_m, group_l, group_acc, is_row, DIM,
+                        STATE_ROWS,
+                    )  # fmt: skip
+                    leaf_state = state + leaves * NUM_KV_HEADS
+                    group_m, group_l, group_parts = new_state(ROWS, DIM, False)
+                    group_acc = group_parts[0]
+            else:
+                _store_state(
+                    states, sums, leaf_state, m, l, whole(acc, IS_PAIRED), is_row, DIM, STATE_ROWS
+                )
+                leaf_state += NUM_KV_HEADS
             m, l, acc = new_state(ROWS, DIM, IS_PAIRED)
     if is_one_leaf:
         _write_output(
@@ -272,22 +308,22 @@ def decode_kernel(
     num_rows = query_len * GROUP_SIZE
     # The first states and all maxima are asked for together.
     loaded = _load_states(
-        states, sums, state, 0, num_leaves, num_rows,
-        MERGED_AT_ONCE, NUM_KV_HEADS, MERGE_ROWS, DIM, STATE_ROWS,
+        states, sums, state, 0, num_leaves, num_rows, is_grouped,
+        MERGED_AT_ONCE, GROUP, NUM_KV_HEADS, MERGE_ROWS, DIM, STATE_ROWS,
     )  # fmt: skip
     largest = _largest_maximum(
-        sums, state, num_leaves, num_rows, NUM_KV_HEADS, MERGE_ROWS, STATE_ROWS
+        sums, state, num_leaves, num_rows, is_grouped, GROUP, NUM_KV_HEADS, MERGE_ROWS, STATE_ROWS
     )
     all_l, all_acc = _add_states(
         tl.zeros([MERGE_ROWS], tl.float32), tl.zeros([MERGE_ROWS, DIM], tl.float32), largest,
-        loaded, DTYPE,
+        loaded, GROUP, DTYPE,
     )  # fmt: skip
     for base in tl.range(MERGED_AT_ONCE, num_leaves, MERGED_AT_ONCE):
         loaded = _load_states(
-            states, sums, state, base, num_leaves, num_rows,
-            MERGED_AT_ONCE, NUM_KV_HEADS, MERGE_ROWS, DIM, STATE_ROWS,
+            states, sums, state, base, num_leaves, num_rows, is_grouped,
+            MERGED_AT_ONCE, GROUP, NUM_KV_HEADS, MERGE_ROWS, DIM, STATE_ROWS,
         )  # fmt: skip
-        all_l, all_acc = _add_states(all_l, all_acc, largest, loaded, DTYPE)
+        all_l, all_acc = _add_states(all_l, all_acc, largest, loaded, GROUP, DTYPE)
     _write_output(
         out, all_l, all_acc, first_token, query_len, kv_head,
         out_token_stride, out_head_stride, GROUP_SIZE, HEAD_DIM,

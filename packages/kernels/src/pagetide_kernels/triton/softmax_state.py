@@ -22,7 +22,7 @@ from pagetide_kernels.triton.tiles import (
     weighted_values,
 )
 
-__all__ = ["accumulate", "add_state", "new_state"]
+__all__ = ["accumulate", "add_state", "merge", "new_state"]
 
 
 @triton.jit
@@ -41,6 +41,17 @@ def new_state(ROWS: tl.constexpr, DIM: tl.constexpr, IS_PAIRED: tl.constexpr):
 def _finite(m):
     # A row that has seen no key has m = -inf, and -inf - (-inf) is NaN.
     return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def merge(m_a, l_a, acc_a, m_b, l_b, acc_b, DTYPE: tl.constexpr):
+    """The state over the keys of both, `a` before `b`; `acc` whole."""
+    m = tl.maximum(m_a, m_b)
+    scale_a = power(m_a - _finite(m), DTYPE)
+    scale_b = power(m_b - _finite(m), DTYPE)
+    l = tl.fma(l_a, scale_a, l_b * scale_b)
+    acc = tl.fma(acc_a, tl.broadcast_to(scale_a[:, None], acc_a.shape), acc_b * scale_b[:, None])
+    return m, l, acc
 
 
 @triton.jit

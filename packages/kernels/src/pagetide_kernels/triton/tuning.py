@@ -24,6 +24,7 @@ class Tuning:
     tile: keys of a decode tile.
     leaf_growth: a leaf's length squared, in keys, over the least sequence that has longer ones.
     min_leaf_tiles: fewest tiles of a leaf.
+    group: leaves that merge among themselves first, so that a long run leaves fewer states.
     decode_rows: rows of a decode tile: query heads of the group times query tokens.
     decode_warps: warps of a decode program.
     decode_stages: tiles in flight in its loop.
@@ -41,6 +42,7 @@ class Tuning:
     tile: int = 128
     leaf_growth: int = 16
     min_leaf_tiles: int = 1
+    group: int = 1
     decode_rows: int = 16
     decode_warps: int = 4
     decode_stages: int = 3
@@ -64,7 +66,7 @@ class Tuning:
 
     def merged_at_once(self, rows: int) -> int:
         """Leaves' states of so many rows that the merge loads at once: 64 registers a thread."""
-        return max(1, min(8, 64 * 32 * self.decode_warps // (rows * self.dim)))
+        return max(self.group, min(8, 64 * 32 * self.decode_warps // (rows * self.dim)))
 
 
 def shared_memory_limit(capability: tuple[int, int]) -> int:
@@ -88,8 +90,9 @@ def tuning_for(shape: AttentionShape, capability: tuple[int, int]) -> Tuning:
     if shape.query_dtype == torch.float32:
         # No tensor cores: the products are unrolled into registers, so tiles stay small.
         return Tuning(
-            dim, tile=32, min_leaf_tiles=4, decode_rows=rows, decode_stages=1, programs_an_sm=2,
-            overlaps=overlaps, prefill_rows=max(32, rows), prefill_tile=32, prefill_stages=1,
+            dim, tile=32, min_leaf_tiles=4, group=4, decode_rows=rows, decode_stages=1,
+            programs_an_sm=2, overlaps=overlaps, prefill_rows=max(32, rows), prefill_tile=32,
+            prefill_stages=1,
         )  # fmt: skip
     if dim >= 256:
         return Tuning(
@@ -109,15 +112,13 @@ def tuning_for(shape: AttentionShape, capability: tuple[int, int]) -> Tuning:
                 programs_an_sm=8,
             )  # fmt: skip
         return replace(
-            prefill, tile=64, min_leaf_tiles=2, decode_stages=2 if is_small else 3, programs_an_sm=2
-        )
+            prefill, tile=64, min_leaf_tiles=2, group=4, decode_warps=2, decode_stages=2,
+        )  # fmt: skip
     prefill = Tuning(dim, decode_rows=rows, overlaps=overlaps, prefill_rows=max(128, rows))
     if shape.group_size < 4:
         # Many KV heads, so many programs: a warp each, which has nobody to wait for.
         return replace(
             prefill, tile=32, leaf_growth=64, min_leaf_tiles=4, decode_warps=1, decode_stages=3,
-            programs_an_sm=8,
+            programs_an_sm=8, overlaps=False,
         )  # fmt: skip
-    if shape.is_quantized and rows == 16:
-        return replace(prefill, tile=64, min_leaf_tiles=2, decode_warps=2, decode_stages=3)
     return replace(prefill, tile=128, decode_warps=4, decode_stages=2)

@@ -31,7 +31,7 @@ class WorkList:
     """One step's items, and the memory through which the programs of one sequence meet.
 
     Attributes:
-        decode_items: int32 [capacity, 11], see `decode.py`.
+        decode_items: int32 [capacity, 12], see `decode.py`.
         prefill_items: int32 [capacity, 2], see `prefill.py`.
         states: float32 [states, num_kv_heads, rows, dim], partial sums of values.
         sums: float32 [states, num_kv_heads, 2, rows], their maxima and sums.
@@ -66,12 +66,14 @@ def _at(values, index):
     do_not_specialize=[
         "num_seqs", "decode_capacity", "prefill_capacity", "target_programs", "num_kv_heads",
         "group_size", "decode_rows", "tile", "leaf_growth", "min_leaf_tiles", "prefill_tokens",
+        "group",
     ]
 )  # fmt: skip
 def _work_list_kernel(
     decode_items, prefill_items, query_start_loc, seq_lens, rows,
     num_seqs, decode_capacity, prefill_capacity, target_programs,
     num_kv_heads, group_size, decode_rows, tile, leaf_growth, min_leaf_tiles, prefill_tokens,
+    group,
     SEQS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     # Longest sequences first: what runs last should be short, so that no program is left alone.
@@ -92,6 +94,8 @@ def _work_list_kernel(
     num_leaves = tl.cdiv(num_tiles, leaf_tiles)
     tiles_a_program = tl.cdiv(tl.sum(num_tiles, axis=0) * num_kv_heads, target_programs)
     run = tl.maximum(tl.cdiv(tiles_a_program, leaf_tiles), 1)
+    is_grouped = run >= group
+    run = tl.where(is_grouped, tl.cdiv(run, group) * group, run)
     # A token that sees no key has nothing to walk, but its zeros must be written.
     num_items = tl.where(decodes, tl.maximum(tl.cdiv(num_leaves, run), 1), 0)
     num_states = tl.where(num_leaves > 1, num_leaves, 0)
@@ -121,6 +125,7 @@ def _work_list_kernel(
     tl.store(at + 9, _at(row, owner), mask=fits)
     end_token = tl.load(query_start_loc + num_seqs)
     tl.store(at + 10, tl.zeros_like(item) + end_token, mask=fits)
+    tl.store(at + 11, _at(is_grouped.to(tl.int32), owner), mask=fits)
 
     if prefill_capacity > 0:
         num_items = tl.where(decodes, 0, tl.cdiv(query_len, prefill_tokens))
@@ -157,7 +162,7 @@ def make_work_list(
     state_rows = min(tuning.decode_rows, max(1, bounds.max_query_len) * shape.group_size)
     dim = tuning.dim
     work_list = WorkList(
-        decode_items=torch.empty(decode_capacity, 11, dtype=torch.int32, device=device),
+        decode_items=torch.empty(decode_capacity, 12, dtype=torch.int32, device=device),
         prefill_items=torch.empty(prefill_capacity, 2, dtype=torch.int32, device=device),
         states=torch.empty(num_states, kv_heads, state_rows, dim, device=device),
         sums=torch.empty(num_states, kv_heads, 2, state_rows, device=device),
@@ -182,6 +187,7 @@ def make_work_list(
             tuning.leaf_growth,
             tuning.min_leaf_tiles,
             prefill_tokens,
+            tuning.group,
             SEQS=triton.next_power_of_2(num_seqs),
             CHUNK=_CHUNK,
             num_warps=8,
