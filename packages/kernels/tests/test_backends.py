@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 import pagetide_kernels as pk
 from pagetide_kernels import backends
+from pagetide_kernels.cuda.backend import CudaBackend
 
 SHAPE = pk.AttentionShape(9, 3, 64, 16, torch.float32, "float32")
 
@@ -49,6 +51,31 @@ def test_a_back_end_that_refuses_a_shape_is_passed_over(monkeypatch: pytest.Monk
     assert pk.select_backend("auto", shape, "cpu").name == "reference"
     with pytest.raises(pk.UnsupportedError, match=r"not today.*use .*reference"):
         pk.select_backend("cpu", shape, "cpu")
+
+
+def test_auto_takes_what_claims_to_be_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the shapes it claims; one that cannot serve a shape is not asked."""
+    reference = pk.select_backend("reference", SHAPE, "cpu")
+    claims = lambda self, shape, device: shape.block_size == 19  # noqa: E731
+    monkeypatch.setattr(type(reference), "is_fastest", claims)
+    claimed = pk.AttentionShape(9, 3, 64, 19, torch.float32, "float32")
+    assert pk.select_backend("auto", claimed, "cpu").name == "reference"
+    assert pk.select_backend("cpu", claimed, "cpu").name == "cpu"
+    assert pk.select_backend("auto", replace(claimed, block_size=20), "cpu").name == "cpu"
+
+
+def test_the_compiled_back_end_claims_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half precision on Hopper; INT8 caches prefill faster with triton, others were not timed."""
+    half = pk.AttentionShape(9, 3, 64, 16, torch.float16, "float16")
+    device = torch.device("cuda", 0)
+    for architecture in (75, 80, 90, 100):
+        monkeypatch.setattr(
+            "pagetide_kernels.cuda.library.compiled_architecture", lambda _, a=architecture: a
+        )
+        backend = CudaBackend()
+        assert backend.is_fastest(half, device) == (architecture == 90)
+        assert not backend.is_fastest(replace(half, kv_dtype="int8"), device)
+        assert not backend.is_fastest(replace(half, query_dtype=torch.float32), device)
 
 
 def test_importing_the_package_does_not_import_triton() -> None:

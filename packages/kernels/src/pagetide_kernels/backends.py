@@ -40,6 +40,11 @@ class AttentionBackend(ABC):
     def unsupported_reason(self, shape: AttentionShape | None, device: torch.device) -> str | None:
         """Why it cannot serve ``shape`` (None: any shape at all) on ``device``; None if it can."""
 
+    def is_fastest(self, shape: AttentionShape, device: torch.device) -> bool:
+        """Whether measurements put it first for a shape it supports: ``auto`` then takes it."""
+        del shape, device
+        return False
+
     def prepare(self, metadata: AttentionMetadata, shape: AttentionShape) -> AttentionMetadata:
         """Derive, once a step, what all layers share; returns the metadata with its work list."""
         del shape
@@ -116,7 +121,8 @@ class _Entry:
     auto_device_types: frozenset[str]
 
 
-# In order of preference: ``auto`` takes the first that may be chosen and supports the shape.
+# In order of preference: of those that may be chosen and support the shape, ``auto`` takes the one
+# that claims to be fastest, else the first.
 _TABLE: Mapping[str, _Entry] = MappingProxyType(
     {
         "triton": _Entry("pagetide_kernels.triton.backend", "TritonBackend", frozenset({"cuda"})),
@@ -182,7 +188,7 @@ def select_backend(
         candidates = [name]
     else:
         raise ValueError(f"no back end is called {name!r}: use one of auto, {', '.join(_TABLE)}")
-    reasons = []
+    reasons, usable = [], []
     for candidate in candidates:
         backend = _load(candidate)
         if isinstance(backend, str):
@@ -190,7 +196,9 @@ def select_backend(
         elif reason := backend.unsupported_reason(shape, device):
             reasons.append(f"{candidate}: {reason}")
         else:
-            return backend
+            usable.append(backend)
+    if usable:
+        return next((each for each in usable if each.is_fastest(shape, device)), usable[0])
     able = [other for other in _TABLE if _unsupported_reason(other, shape, device) is None]
     raise UnsupportedError(
         f"back end {name!r} cannot serve {shape} on {device} ({'; '.join(reasons)}); "

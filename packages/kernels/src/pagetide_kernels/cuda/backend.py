@@ -66,6 +66,15 @@ class CudaBackend(AttentionBackend):
             )
         return None
 
+    def is_fastest(self, shape: AttentionShape, device: torch.device) -> bool:
+        """On Hopper with half-precision keys and values: measured there, and only there.
+
+        With an INT8 cache decoding is fastest too, but prefill is not (benchmarks/results).
+        """
+        index = torch.cuda.current_device() if device.index is None else device.index
+        is_half = shape.kv_dtype in ("float16", "bfloat16") and shape.query_dtype != torch.float32
+        return is_half and library.compiled_architecture(index) == 90
+
     def prepare(self, metadata: AttentionMetadata, shape: AttentionShape) -> AttentionMetadata:
         """Cuts the step into items, on the device; all layers share them."""
         if not metadata.num_seqs:
