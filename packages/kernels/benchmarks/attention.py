@@ -59,6 +59,7 @@ CASES = [
 ]
 QUICK = (0, 3, 4, 7, 12)  # a small, a ragged, a ratio of 1, a long one, and a prefill
 SECONDS_A_KERNEL = 40
+SECONDS_A_WARM_UP = 90  # importing vLLM is in it
 
 
 @contextlib.contextmanager
@@ -223,7 +224,8 @@ def warm_up(cases: list[Case], kernels: list[str]) -> None:
         for kernel in kernels:
             if kernel == "flashinfer":
                 continue
-            with contextlib.suppress(Exception):  # it fails again where it is measured
+            # What fails, or takes too long, does so again where it is measured.
+            with contextlib.suppress(Exception), at_most(SECONDS_A_WARM_UP):
                 if kernel in PEERS:
                     PEERS[kernel](small, problems)[0]()
                 else:

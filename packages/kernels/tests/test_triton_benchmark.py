@@ -126,7 +126,8 @@ def test_a_kernel_that_takes_too_long_is_left(
             torch.zeros(1)
 
     monkeypatch.setitem(attention.PEERS, "broken", endless)
-    monkeypatch.setattr(attention, "SECONDS_A_KERNEL", 1)
+    for limit in ("SECONDS_A_KERNEL", "SECONDS_A_WARM_UP"):
+        monkeypatch.setattr(attention, limit, 1)
     rows = run(attention, monkeypatch, tmp_path, "--only", "tiny decode")
     assert [row["failure"] for row in rows if row["kernel"] == "broken"] == [
         "TimeoutError: not done after 1 s"
