@@ -186,8 +186,8 @@ MUTANTS = (
     Mutant(
         "the head kept when a higher priority comes",
         "waiting",
-        "if len(self._lanes) > 1:",
-        "if len(self._lanes) > 10:",
+        "if len(self._lanes) > 1:\n            self._head = None",
+        "if len(self._lanes) > 10:\n            self._head = None",
     ),
     Mutant(
         "the youngest first",
