@@ -115,6 +115,23 @@ def steady_again(scheduler: Scheduler, num_steps: int, clock: Clock) -> np.ndarr
     return times * 1e6
 
 
+def waiting_ratio(num_waiting: int, clock: Clock) -> float:
+    """Cost of a step with requests waiting over that with none: two schedulers take turns.
+
+    Measured one after the other, the two would also differ by what lies in the caches and by what
+    else the machine does at the time.
+    """
+    schedulers = [steady_case(256, count, 1 << 17, "rows") for count in (0, num_waiting)]
+    for scheduler in schedulers:
+        steady(scheduler, 256, 64, clock)
+    ratios = []
+    for turn in range(60):
+        first = turn % 2
+        costs = {i: steady_again(schedulers[i], 64, clock).mean() for i in (first, 1 - first)}
+        ratios.append(costs[1] / costs[0])
+    return float(np.median(ratios))
+
+
 def add_and_abort(num_waiting: int, clock: Clock) -> tuple[float, float]:
     """Microseconds to add a request of 100 tokens, and to abort one in the middle."""
     scheduler, draw = make(1, 1 << 14)
@@ -186,6 +203,9 @@ def main() -> None:
             f"{num_running:7d}  {num_waiting:7d} {lack:9s} {total_blocks:9d}  "
             f"{np.median(best):8.1f} {best.mean():8.1f} {np.percentile(best, 99):8.1f}"
         )
+    print("\na step with requests waiting over one with none, 256 running, in turns")
+    for num_waiting in (1_000, 100_000):
+        print(f"{num_waiting:7d} waiting: {waiting_ratio(num_waiting, clock):8.3f}")
     print("\nus more a step for each request admitted and computed (128 tokens)")
     for num_running, num_admitted in ((0, 64), (256, 1), (256, 16), (256, 64)):
         cost = admissions(max(1, num_running), num_admitted, clock)
