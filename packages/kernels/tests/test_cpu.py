@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from contract_harness import Problem
 
 import pagetide_kernels as pk
 from pagetide_kernels.cpu import work_list
+from pagetide_kernels.cpu.tiles import Scratch
 
 CASE = Case(
     dtypes=(torch.float32, "float32"), heads=(9, 3), head_dim=64, block_size=16, lengths="mixed",
@@ -110,3 +112,15 @@ def test_threads_do_not_matter(kv_dtype: str) -> None:
     finally:
         torch.set_num_threads(num_threads)
     torch.testing.assert_close(got, problem.attend("reference", layer), rtol=1e-5, atol=1e-5)
+
+
+def test_scratch_keeps_one_buffer_a_name_however_the_shapes_change() -> None:
+    """A view of a smaller buffer must not keep that buffer when a larger one takes its place."""
+    scratch = Scratch()
+    small = scratch.take("k", (2, 3), torch.float32)
+    assert scratch.take("k", (2, 3), torch.float32) is small
+    gone = weakref.ref(small)
+    del small
+    large = scratch.take("k", (4, 5), torch.float32)
+    assert gone() is None
+    assert scratch.take("k", (2, 3), torch.float32).data_ptr() == large.data_ptr()

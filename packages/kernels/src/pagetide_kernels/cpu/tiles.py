@@ -15,18 +15,18 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._views: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
+        self._views: dict[tuple[str, torch.dtype], Tensor] = {}  # the last taken: layers ask alike
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor, valid until ``name`` is taken again with the same dtype."""
-        view = self._views.get((name, shape, dtype))
-        if view is None:
+        key = (name, dtype)
+        view = self._views.get(key)
+        if view is None or view.shape != shape:
             num_elements = math.prod(shape)
-            buffer = self._buffers.get((name, dtype))
+            buffer = self._buffers.get(key)
             if buffer is None or buffer.numel() < num_elements:
-                buffer = torch.empty(num_elements, dtype=dtype)
-                self._buffers[name, dtype] = buffer
-            view = self._views[name, shape, dtype] = buffer[:num_elements].view(shape)
+                buffer = self._buffers[key] = torch.empty(num_elements, dtype=dtype)
+            view = self._views[key] = buffer[:num_elements].view(shape)
         return view
 
 
