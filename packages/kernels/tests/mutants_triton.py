@@ -1,6 +1,6 @@
 """Breaks the Triton sources on purpose, one line at a time, and checks that the tests notice.
 
-    python tests/mutants_triton.py [--jobs 2] [--only WORD]
+    python packages/kernels/tests/mutants_triton.py [--jobs 2] [--only WORD] [--quick] [--json FILE]
 
 Each mutant is a copy of the package with one replacement; a quick part of the contract runs on it,
 interpreted, and must fail. A survivor means that a line could be wrong without anybody noticing.
@@ -8,19 +8,15 @@ interpreted, and must fail. A survivor means that a line could be wrong without 
 
 from __future__ import annotations
 
-import argparse
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-TESTS = Path(__file__).parent
-SOURCES = TESTS.parent / "src" / "pagetide_kernels"
-FILES = ("test_contract.py", "test_quantized_cache.py", "test_copy_blocks.py")
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+import mutation
+from mutation import Mutant
+
+TESTS = Path(__file__).resolve().parent
 # What each kind of mutant is judged by: the quick and sharp tests of the contract.
 SELECTIONS = {
     "attention": (
@@ -36,26 +32,6 @@ SELECTIONS = {
     "store": "test_stores or test_queries or test_a_padding or test_quantized_cache",
     "copy": "test_copy_blocks",
 }
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One line made wrong: what it would mean, where, how, and the tests that should see it."""
-
-    name: str
-    module: str
-    old: str
-    new: str
-    tests: str = "attention"
-
-    def apply(self, folder: Path) -> None:
-        """Rewrites the module in a copy of the package."""
-        path = folder / "triton" / f"{self.module}.py"
-        text = path.read_text(encoding="utf-8")
-        if text.count(self.old) != 1:
-            raise ValueError(f"{self.name}: its line occurs {text.count(self.old)} times")
-        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
-
 
 # Left out: sequences that share their states, and every token of a block writing all of it, are
 # races, which programs interpreted one after the other do not show.
@@ -462,48 +438,33 @@ MUTANTS = (
 )
 
 
-def survives(mutant: Mutant) -> bool:
-    """Whether the tests pass on the mutant."""
-    with tempfile.TemporaryDirectory() as scratch:
-        package = Path(scratch) / "pagetide_kernels"
-        shutil.copytree(SOURCES, package)
-        mutant.apply(package)
-        words = [f"({SELECTIONS.get(word, word)})" for word in mutant.tests.split(" or ")]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        environment = {
-            **os.environ, "PYTHONPATH": scratch, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1",
-            "PAGETIDE_BACKENDS": "triton", "PAGETIDE_ISOLATED": "0", "CUDA_VISIBLE_DEVICES": "",
-        }  # fmt: skip
-        try:
-            run = subprocess.run(
-                [*command, "-W", "ignore", "-k", " or ".join(words),
-                 *(str(TESTS / name) for name in FILES)],
-                env=environment, capture_output=True, text=True, timeout=600, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return False  # a hang is noticed, too
-        if run.returncode < 0:
-            return False  # so is a crash: the interpreter reads wild addresses as they are
-        if run.returncode not in (0, 1):
-            raise RuntimeError(f"{mutant.name}: pytest could not run\n{run.stdout}{run.stderr}")
-        return run.returncode == 0
+SUITE = mutation.Suite(
+    package=TESTS.parent / "src" / "pagetide_kernels",
+    place="triton/{}.py",
+    files=tuple(
+        TESTS / f"test_{name}.py" for name in ("copy_blocks", "quantized_cache", "contract")
+    ),
+    mutants=MUTANTS,
+    selections=SELECTIONS,
+    default="attention",
+    environment={
+        "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+        "PAGETIDE_BACKENDS": "triton", "PAGETIDE_ISOLATED": "0", "PAGETIDE_SHARD": None,
+        "PAGETIDE_CONTRACT_CASES": None,
+    },
+    preload=("pytest", "numpy", "torch", "triton", "triton.language"),
+)  # fmt: skip
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--only", default="", help="mutants whose name holds this word")
+    parser = mutation.parser((__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a set that takes a minute or two")
     options = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
-    survivors = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for mutant, survived in zip(chosen, pool.map(survives, chosen), strict=True):
-            print(f"{'SURVIVED' if survived else 'caught  '}  {mutant.module:14s} {mutant.name}")
-            sys.stdout.flush()
-            if survived:
-                survivors.append(mutant)
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants caught")
-    return 1 if survivors else 0
+    with tempfile.TemporaryDirectory() as folder:
+        whole = SUITE.copy(Path(folder, "whole"))
+        found = mutation.chosen(SUITE, options)
+        copies = [SUITE.copy(Path(folder, str(i)), mutant) for i, mutant in enumerate(found)]
+        return mutation.judge(SUITE, found, whole, copies, options)
 
 
 if __name__ == "__main__":
