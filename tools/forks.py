@@ -31,12 +31,14 @@ class Trial:
         place: the file that it is about.
         package: the folder of the copy, which is imported by its name.
         arguments: pytest's.
+        limit: seconds after which it hangs.
     """
 
     name: str
     place: str
     package: Path
     arguments: tuple[str, ...]
+    limit: float
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Outcome:
     log: str
 
 
-def run(trials: Sequence[Trial], jobs: int, seconds: float) -> Iterator[Outcome]:
+def run(trials: Sequence[Trial], jobs: int) -> Iterator[Outcome]:
     """Runs the trials, ``jobs`` at a time, in their order; yields each as it ends."""
     waiting, running = list(trials), dict[int, tuple[Trial, float]]()
     try:
@@ -68,7 +70,7 @@ def run(trials: Sequence[Trial], jobs: int, seconds: float) -> Iterator[Outcome]
                 running[_start(trial)] = trial, time.monotonic()
             for pid, (trial, started) in list(running.items()):
                 ended, status = os.waitpid(pid, os.WNOHANG)
-                is_hanging = not ended and time.monotonic() - started > seconds
+                is_hanging = not ended and time.monotonic() - started > trial.limit
                 if is_hanging:
                     os.killpg(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)

@@ -74,7 +74,8 @@ class Suite:
         options: pytest's further options.
         environment: variables of every run; None removes one.
         preload: modules imported before the forks.
-        seconds: a run that takes longer hangs.
+        seconds: a run hangs that takes longer than this, and than five times what its tests take on
+            the sources as they are.
     """
 
     package: Path
@@ -105,11 +106,12 @@ class Suite:
             mutant.apply(self.path(package, mutant))
         return package
 
-    def trial(self, name: str, place: str, package: Path, expression: str) -> Trial:
+    def trial(self, name: str, place: str, package: Path, expression: str, limit: float) -> Trial:
         """A run of the tests that the ``-k`` expression selects."""
         selection = ("-k", expression) if expression else ()
         arguments = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore", *self.options)
-        return Trial(name, place, package, (*arguments, *selection, *map(str, self.files)))
+        files = map(str, self.files)
+        return Trial(name, place, package, (*arguments, *selection, *files), limit)
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -130,6 +132,14 @@ def chosen(suite: Suite, options: argparse.Namespace) -> list[Mutant]:
     if not found:
         raise SystemExit(f"no mutant is called anything with {options.only!r}")
     return found
+
+
+def judge_copies(suite: Suite, folder: Path, options: argparse.Namespace) -> int:
+    """Makes the copies in the folder and judges them, see ``judge``."""
+    mutants = chosen(suite, options)
+    whole = suite.copy(folder / "whole")
+    copies = [suite.copy(folder / str(i), mutant) for i, mutant in enumerate(mutants)]
+    return judge(suite, mutants, whole, copies, options)
 
 
 def judge(
@@ -162,24 +172,28 @@ def judge(
         importlib.import_module(name)
     gc.freeze()
 
-    seconds = 0.0
-    groups = _groups({suite.expression(mutant) for mutant in mutants}, options.jobs)
-    checks = [suite.trial(f"check {i}", "", whole, group) for i, group in enumerate(groups)]
-    for outcome in run(checks, options.jobs, 10 * suite.seconds):
-        seconds += outcome.seconds
+    expressions = dict.fromkeys(map(suite.expression, mutants))
+    checks = [
+        suite.trial(f"check {i}", each, whole, each, 10 * suite.seconds)
+        for i, each in enumerate(expressions)
+    ]
+    limits = {}
+    for outcome in run(checks, options.jobs):
         if outcome.verdict != "survived":
             print(outcome.log)
             print(f"the tests do not pass on the sources as they are: {outcome.by}")
             return 2
+        limits[outcome.trial.place] = max(suite.seconds, 5 * outcome.seconds)
     print(f"the tests pass on the sources as they are ({time.monotonic() - started:.0f} s)")
     sys.stdout.flush()
 
     trials = [
-        suite.trial(mutant.name, mutant.module, copy, suite.expression(mutant))
+        suite.trial(mutant.name, mutant.module, copy, expression, limits[expression])
         for mutant, copy in zip(mutants, copies, strict=True)
+        for expression in [suite.expression(mutant)]
     ]
     outcomes = []
-    for outcome in run(trials, options.jobs, max(suite.seconds, seconds)):
+    for outcome in run(trials, options.jobs):
         trial = outcome.trial
         took = f"{outcome.seconds:5.1f} s"
         print(f"{outcome.verdict:8s} {took}  {trial.place}: {trial.name}  [{outcome.by}]")
@@ -212,14 +226,6 @@ def judge(
     if by_verdict["error"]:
         return 2
     return 1 if by_verdict["survived"] else 0
-
-
-def _groups(expressions: set[str], count: int) -> list[str]:
-    """``count`` expressions that together select the same tests."""
-    if "" in expressions:
-        return [""]
-    order = sorted(expressions)
-    return [" or ".join(f"({each})" for each in order[i::count]) for i in range(count) if order[i:]]
 
 
 def _short(script: str) -> str:

@@ -461,10 +461,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a set that takes a minute or two")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        whole = SUITE.copy(Path(folder, "whole"))
-        found = mutation.chosen(SUITE, options)
-        copies = [SUITE.copy(Path(folder, str(i)), mutant) for i, mutant in enumerate(found)]
-        return mutation.judge(SUITE, found, whole, copies, options)
+        return mutation.judge_copies(SUITE, Path(folder), options)
 
 
 if __name__ == "__main__":

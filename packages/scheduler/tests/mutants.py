@@ -1,6 +1,6 @@
 """Breaks the sources on purpose, one line at a time, and checks that the tests notice.
 
-    python tests/mutants.py [--jobs 2] [--only WORD]
+    python packages/scheduler/tests/mutants.py [--jobs 2] [--only WORD] [--json FILE]
 
 Each mutant is a copy of the package with one replacement; the default tests run on it and must
 fail. A survivor means that a line could be wrong without anybody noticing.
@@ -8,18 +8,15 @@ fail. A survivor means that a line could be wrong without anybody noticing.
 
 from __future__ import annotations
 
-import argparse
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-TESTS = Path(__file__).parent
-SOURCES = TESTS.parent / "src" / "pagetide_scheduler"
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+import mutation
+from mutation import Mutant
+
+TESTS = Path(__file__).resolve().parent
 # The quick and sharp ones first; most mutants die in the first seconds.
 ORDER = (
     "test_steps",
@@ -35,25 +32,6 @@ ORDER = (
     "test_state_machine",
     "test_records",
 )
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One line made wrong: what it would mean, where, and how."""
-
-    name: str
-    module: str
-    old: str
-    new: str
-
-    def apply(self, folder: Path) -> None:
-        """Rewrites the module in a copy of the package."""
-        path = folder / f"{self.module}.py"
-        text = path.read_text(encoding="utf-8")
-        if text.count(self.old) != 1:
-            raise ValueError(f"{self.name}: its line occurs {text.count(self.old)} times")
-        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
-
 
 MUTANTS = (
     Mutant("tokens lost on preemption", "columns", "        self.flush(request)\n", ""),
@@ -386,45 +364,22 @@ MUTANTS = (
 )
 
 
-def survives(mutant: Mutant) -> bool:
-    """Whether the tests pass on the mutant."""
-    with tempfile.TemporaryDirectory() as scratch:
-        package = Path(scratch) / "pagetide_scheduler"
-        shutil.copytree(SOURCES, package)
-        mutant.apply(package)
-        files = [str(TESTS / f"{name}.py") for name in ORDER]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        environment = {**os.environ, "PYTHONPATH": scratch, "PAGETIDE_ISOLATED": "0"}
-        try:
-            run = subprocess.run(
-                [*command, "-m", "not long", *files],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-        except subprocess.TimeoutExpired:
-            return False  # a hang is noticed, too
-        if run.returncode not in (0, 1):
-            raise RuntimeError(f"{mutant.name}: pytest could not run\n{run.stdout}{run.stderr}")
-        return run.returncode == 0
+SUITE = mutation.Suite(
+    package=TESTS.parent / "src" / "pagetide_scheduler",
+    place="{}.py",
+    files=tuple(TESTS / f"{name}.py" for name in ORDER),
+    mutants=MUTANTS,
+    options=("-m", "not long"),
+    environment={"PAGETIDE_ISOLATED": "0", "OMP_NUM_THREADS": "1"},
+    preload=("pytest", "numpy", "hypothesis"),
+    seconds=120.0,
+)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--only", default="", help="mutants whose name holds this word")
-    options = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
-    survivors = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for mutant, survived in zip(chosen, pool.map(survives, chosen), strict=True):
-            print(f"{'SURVIVED' if survived else 'caught  '}  {mutant.module:12s} {mutant.name}")
-            sys.stdout.flush()
-            if survived:
-                survivors.append(mutant)
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants caught")
-    return 1 if survivors else 0
+    options = mutation.parser((__doc__ or "").splitlines()[0]).parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        return mutation.judge_copies(SUITE, Path(folder), options)
 
 
 if __name__ == "__main__":
