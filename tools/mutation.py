@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import time
@@ -47,6 +48,11 @@ class Mutant:
     new: str = ""
     tests: str = ""
     is_quick: bool = False
+
+    @property
+    def slug(self) -> str:
+        """The name as a file's."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower())
 
     def apply(self, path: Path) -> None:
         """Rewrites the file.

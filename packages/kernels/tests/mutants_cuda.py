@@ -1,49 +1,82 @@
 """Breaks the CUDA sources on purpose, one line at a time, and checks that the tests notice.
 
-    python tests/mutants_cuda.py [--jobs 4] [--only WORD] [--check]
+    python packages/kernels/tests/mutants_cuda.py [--jobs 8] [--only WORD] [--json FILE]
+    python packages/kernels/tests/mutants_cuda.py --build DIR --arch 90a     # needs no GPU
+    python packages/kernels/tests/mutants_cuda.py --run DIR                  # what was built there
+    python packages/kernels/tests/mutants_cuda.py --check                    # only replaces lines
 
-Each mutant is a copy of the package with one replacement, compiled for the card at hand; the
-contract runs on it and must fail. ``--check`` only applies the replacements, which needs no GPU. A
-survivor means that a line could be wrong without anybody noticing. Removed barriers are races: run
-those again under ``compute-sanitizer --tool racecheck`` if one survives.
+Each mutant is a library of which a few kernels were compiled with one replacement, and the others
+as they are; the part of the contract that runs those kernels must fail on it. A survivor means that
+a line could be wrong without anybody noticing. Removed barriers are races: run those again under
+``compute-sanitizer --tool racecheck`` if one survives.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import shutil
+import dataclasses
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from threading import Semaphore
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+import mutation
+from mutants_build import Builder, Unit, apply_to_sources
+from mutation import Mutant
 
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent
-FILES = ("test_contract.py", "test_quantized_cache.py", "test_copy_blocks.py")
-ON_THE_GPU = Semaphore(6)  # compiles overlap freely; tests share one card's memory
 
-
-@dataclass(frozen=True)
-class Mutant:
-    """One line made wrong: what it would mean, where, and how."""
-
-    name: str
-    source: str
-    old: str
-    new: str = ""
-
-    def apply(self, csrc: Path) -> None:
-        """Rewrites the source in a copy of ``csrc``."""
-        path = csrc / self.source
-        text = path.read_text(encoding="utf-8")
-        if text.count(self.old) != 1:
-            raise ValueError(f"{self.name}: its line occurs {text.count(self.old)} times")
-        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
-
+SIMT, SIMT_INT8 = Unit("decode_simt_f32", "64>"), Unit("decode_simt_i8", "64>")
+MMA, MMA_INT8 = Unit("decode_mma_f16", " 64, "), Unit("decode_mma_f16_i8", " 64, ")
+# What a kind of mutant is compiled into, and the tests that run it.
+UNITS = {
+    "simt": (SIMT,),
+    "simt int8": (SIMT_INT8,),
+    "mma": (MMA,),
+    "mma int8": (MMA_INT8,),
+    "decode": (SIMT, MMA),
+    # Narrower heads are Hopper's own kernel's.
+    "prefill": (Unit("prefill_f16", " 256>"), Unit("prefill_bf16", " 256>")),
+    "hopper": (Unit("prefill_hopper_f16", " 64>"), Unit("prefill_hopper_f16", " 128>")),
+    "work list": (Unit("work_list"),),
+    "store": (Unit("store"),),
+}
+SELECTIONS = {
+    "simt": (
+        "test_p2 or test_p4 or test_any_order or test_queries_that or test_a_padding or"
+        " test_buffers or test_one_prep or float32xfloat32 or"
+        " torch.float32 and not float16 and not int8"
+    ),
+    "simt int8": "(torch.float32 or float32xint8 or test_keys_and) and int8",
+    "mma": "(torch.float16 or float16xfloat16) and not int8",
+    "mma int8": "(torch.float16 or float16xint8) and int8",
+    "decode": (
+        "test_queries_that or test_a_padding or (torch.float32 or torch.float16) and"
+        " (test_long_contexts or level_1 or test_p1) or float32xfloat32 or float16xfloat16"
+    ),
+    "prefill": (
+        "test_tiles_and and torch.bfloat16 or"
+        " (float16xfloat16 or bfloat16xbfloat16) and (x160 or x192 or x256)"
+    ),
+    "hopper": "(torch.float16 or float16xfloat16) and not int8 or test_more_tiles",
+    "work list": "test_long_contexts or level_1 or test_p1 or test_buffers",
+    "store": "test_stores or test_quantized or test_queries_and or test_keys_and",
+}
+# The kind of a source's mutants, unless they name another.
+KINDS = {
+    "decode.cuh": "decode",
+    "decode_copy.cuh": "decode",
+    "decode_simt.cuh": "simt",
+    "decode_mma.cuh": "mma",
+    "prefill.cuh": "prefill",
+    "prefill_consumer.cuh": "hopper",
+    "prefill_producer.cuh": "hopper",
+    "tile.cuh": "prefill",
+    "softmax_state.cuh": "decode",
+    "work_list.cu": "work list",
+    "store.cu": "store",
+}
 
 MUTANTS = (
     # decode: the ring, the leaves, the meeting of thread blocks
@@ -101,11 +134,11 @@ MUTANTS = (
     ),
     Mutant(
         "CUDA cores: values take the scales of keys", "decode_simt.cuh",
-        "weight * scales_smem[TILE + key]", "weight * scales_smem[key]",
+        "weight * scales_smem[TILE + key]", "weight * scales_smem[key]", tests="simt int8",
     ),
     Mutant(
         "CUDA cores: a key takes its neighbour's scale", "decode_simt.cuh",
-        "s[r] *= scales_smem[key]", "s[r] *= scales_smem[key ^ 1]",
+        "s[r] *= scales_smem[key]", "s[r] *= scales_smem[key ^ 1]", tests="simt int8",
     ),
     Mutant(
         "CUDA cores: half of the sum's lanes are left out", "decode_simt.cuh",
@@ -135,10 +168,12 @@ MUTANTS = (
     Mutant(
         "tensor cores: a key takes the scale of the one eight before", "decode_mma.cuh",
         "k_scales[half] = scales_smem[g + 8 * half]", "k_scales[half] = scales_smem[g]",
+        tests="mma int8",
     ),
     Mutant(
         "tensor cores: values take the scales of keys", "decode_mma.cuh",
         "log2_approx(scales_smem[TILE + g + 8 * half])", "log2_approx(scales_smem[g + 8 * half])",
+        tests="mma int8",
     ),
     Mutant(
         "a tile's second eight keys take the block of its first", "decode_copy.cuh",
@@ -147,7 +182,7 @@ MUTANTS = (
     Mutant(
         "every key takes the scale of its block's first", "decode_copy.cuh",
         "head_scales + block * strides.block + slot * strides.slot",
-        "head_scales + block * strides.block",
+        "head_scales + block * strides.block", tests="mma int8",
     ),
     # prefill
     Mutant(
@@ -261,92 +296,63 @@ MUTANTS = (
            "if (scale != old_scale) {", "if (false) {"),
 )  # fmt: skip
 
-
-def prepare(mutant: Mutant | None, scratch: Path) -> None:
-    """A copy of what is compiled and imported, with the mutant's line made wrong."""
-    shutil.copytree(PACKAGE / "csrc", scratch / "csrc")
-    shutil.copy(PACKAGE / "build_cuda.py", scratch)
-    package = PACKAGE / "src" / "pagetide_kernels"
-    ignored = shutil.ignore_patterns("__pycache__", "*.so")
-    shutil.copytree(package, scratch / package.name, ignore=ignored)
-    if mutant is not None:
-        mutant.apply(scratch / "csrc")
-
-
-def build(scratch: Path, objects: Path, architecture: str) -> None:
-    """Compiles the copy; sources that the mutant leaves alone come from ``objects``."""
-    if objects.exists():
-        shutil.copytree(objects, scratch / "build" / "cuda-objects")
-    command = [sys.executable, str(scratch / "build_cuda.py"), "--archs", architecture]
-    output = str(scratch / "pagetide_kernels" / "_lib")
-    subprocess.run([*command, "--output", output], check=True, capture_output=True)
+SUITE = mutation.Suite(
+    package=PACKAGE / "src" / "pagetide_kernels",
+    place="{}",
+    files=tuple(
+        TESTS / f"test_{name}.py" for name in ("quantized_cache", "contract", "copy_blocks")
+    ),
+    mutants=tuple(dataclasses.replace(m, tests=m.tests or KINDS[m.module]) for m in MUTANTS),
+    # Without the back end there is no such test, and pytest says so.
+    selections={kind: f"cuda and ({tests})" for kind, tests in SELECTIONS.items()},
+    options=("-m", "not gpu"),
+    environment={
+        "PAGETIDE_BACKENDS": "cuda", "PAGETIDE_ISOLATED": "0", "OMP_NUM_THREADS": "1",
+        "PAGETIDE_CONTRACT_CASES": None, "PAGETIDE_SHARD": None,
+    },
+    preload=("pytest", "numpy", "torch", "triton"),
+    seconds=30.0,
+)  # fmt: skip
 
 
-def passes(scratch: Path, *, is_told: bool = False) -> bool:
-    """Whether the contract holds on a built copy; a failure is printed if it ``is_told``."""
-    path = os.pathsep.join([str(scratch), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "PAGETIDE_BACKENDS": "cuda",
-                   "PAGETIDE_ISOLATED": "0"}  # fmt: skip
-    for name in ("PAGETIDE_CONTRACT_CASES", "PAGETIDE_SHARD"):  # the plain set, all of it
-        environment.pop(name, None)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
-    command += ["-k", "not beyond_32 and not many_steps"]
-    command += [str(TESTS / name) for name in FILES]
-    with ON_THE_GPU:
-        try:
-            run = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=300, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return False  # a hang is noticed, too
-    if is_told and run.returncode:
-        print(run.stdout[-3000:], run.stderr[-1000:], flush=True)
-    if run.returncode not in (0, 1) and run.returncode > 0:
-        raise RuntimeError(f"pytest could not run\n{run.stdout}{run.stderr}")
-    return run.returncode == 0
+def architecture_here() -> str:
+    """What to compile for, without a CUDA context in this process, whose forks have their own."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader", "--id=0"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(
+            f"there is no GPU here ({error}): name the architecture: --arch 90a"
+        ) from None
+    number = said.strip().replace(".", "")
+    return number + "a" * (number == "90")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=4, help="mutants that are compiled at a time")
-    parser.add_argument("--only", default="", help="mutants whose name holds this word")
-    parser.add_argument("--check", action="store_true", help="only apply them")
+    parser = mutation.parser((__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="only replace the lines")
+    parser.add_argument("--build", type=Path, metavar="DIR", help="only build, in this new folder")
+    parser.add_argument("--run", type=Path, metavar="DIR", help="try what was built there")
+    parser.add_argument("--arch", help="what to compile for; by default the GPU that is here")
+    parser.set_defaults(jobs=8)
     options = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
+    mutants = mutation.chosen(SUITE, options)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.build or options.run or Path(scratch)
         if options.check:
-            for index, mutant in enumerate(chosen):
-                prepare(mutant, root / str(index))
-            print(f"{len(chosen)} mutants apply")
+            for mutant in mutants:
+                apply_to_sources(mutant, folder / mutant.slug)
+            print(f"{len(mutants)} mutants apply")
             return 0
-
-        import torch
-
-        major, minor = torch.cuda.get_device_capability()
-        architecture = f"{major}{minor}" + ("a" if major == 9 else "")
-        prepare(None, root / "whole")
-        build(root / "whole", root / "no objects yet", architecture)
-        if not passes(root / "whole", is_told=True):
-            raise SystemExit("the tests fail on the sources as they are")
-        objects = root / "whole" / "build" / "cuda-objects"
-
-        def survives(mutant: Mutant) -> bool:
-            scratch = root / mutant.name.replace(" ", "-").replace("'", "")
-            prepare(mutant, scratch)
-            build(scratch, objects, architecture)
-            survived = passes(scratch)
-            shutil.rmtree(scratch)
-            return survived
-
-        survivors = 0
-        with ThreadPoolExecutor(options.jobs) as pool:
-            for mutant, survived in zip(chosen, pool.map(survives, chosen), strict=True):
-                word = "SURVIVED" if survived else "caught  "
-                print(f"{word}  {mutant.source:18s} {mutant.name}", flush=True)
-                survivors += survived
-    print(f"{len(chosen) - survivors} of {len(chosen)} mutants caught")
-    return 1 if survivors else 0
+        status = 0
+        if not options.run:
+            builder = Builder(folder, options.arch or architecture_here())
+            status = builder.build(SUITE, mutants, {each: UNITS[each.tests] for each in mutants})
+        if not options.build:
+            packages = [folder / each.slug / SUITE.package.name for each in mutants]
+            whole = folder / "whole" / SUITE.package.name
+            status = max(status, mutation.judge(SUITE, mutants, whole, packages, options))
+    return status
 
 
 if __name__ == "__main__":
