@@ -512,6 +512,28 @@ def test_float32_is_float32(backend: str, device: str) -> None:
 
 
 @BACKENDS
+def test_a_scale_may_be_negative_or_zero(backend: str, device: str) -> None:
+    """Kernels that look for the largest score before they scale it: masked keys stay masked."""
+    problem = Problem(PLAIN, device)
+    layer = problem.fill_cache("reference", "nan")
+    for scale in (-0.25, 0.0):
+        problem.scale = scale
+        got, exact = problem.attend(backend, layer).double(), problem.dense(layer, torch.float64)
+        assert ((got - exact).norm() / exact.norm()).item() < 1e-5
+
+
+@BACKENDS
+def test_small_int8_values_keep_their_precision(backend: str, device: str) -> None:
+    """A half-precision weight times a scale of 1e-5 would have few bits left, or none."""
+    case = dataclasses.replace(PLAIN, dtypes=(torch.float16, "int8"))
+    problem = Problem(case, device)
+    problem.v = [v * 2**-10 for v in problem.v]
+    layer = problem.fill_cache("reference", "nan")
+    got, exact = problem.attend(backend, layer).double(), problem.dense(layer, torch.float64)
+    assert ((got - exact).norm() / exact.norm()).item() < 2e-3
+
+
+@BACKENDS
 def test_one_preparation_serves_all_layers_and_windows(backend: str, device: str) -> None:
     """The prepared step gives the unprepared step's bits, whatever windows its layers have."""
     problem = Problem(PLAIN, device)

@@ -86,6 +86,8 @@ def attend_long(
         soft_cap: bound of the scores.
         out: like ``q``, written.
     """
+    if scale <= 0.0:  # PyTorch's causal kernel scales what it masked, too: -inf must stay -inf
+        q, scale = q.float() * scale, 1.0
     query_len, num_heads, head_dim = q.shape
     num_kv_heads = keys.num_kv_heads
     by_group = (num_kv_heads, num_heads // num_kv_heads, -1, head_dim)

@@ -32,6 +32,7 @@ __all__ = ["TritonBackend"]
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _BLOCK_SIZES = (8, 16, 32, 64)
 _COPY_WORDS = 1024  # int32 words that one program copies
+_LEAST_SCALE = 1e-30  # of scores: so near 0 that all keys weigh the same, and -inf stays itself
 _INTERPRETED_PROGRAMS = 12  # few, so that small cases in the interpreter are cut every way
 
 
@@ -127,6 +128,10 @@ class TritonBackend(AttentionBackend):
         is_paired = shape.is_quantized and all(map(_has_pairs, (k_cache, v_cache)))
         if is_paired:
             k_cache, v_cache = k_cache.view(torch.int16), v_cache.view(torch.int16)
+        # The kernels compare scores before they scale them, and scale what is masked, too.
+        if scale < 0.0:
+            q, scale = -q, -scale
+        scale = max(scale, _LEAST_SCALE)
         common = (
             scale, 1.0 if soft_cap is None else soft_cap, 0 if window is None else window,
             out.stride(0), out.stride(1), q.stride(0), q.stride(1),
@@ -162,8 +167,7 @@ class TritonBackend(AttentionBackend):
         if work.prefill_items.shape[0]:
             prefill_kernel[(shape.num_kv_heads, work.prefill_items.shape[0])](
                 out, q, k_cache, v_cache, k_scales_, v_scales_,
-                work.prefill_items, metadata.query_start_loc, metadata.seq_lens,
-                metadata.block_tables, metadata.rows,
+                work.prefill_items, metadata.block_tables,
                 *common,
                 TILE=tuning.prefill_tile, ROWS=tuning.prefill_rows, STAGES=tuning.prefill_stages,
                 num_warps=tuning.prefill_warps, **constants,

@@ -17,14 +17,15 @@ from pagetide_kernels.triton.tiles import narrow, query_parts, tile_blocks, whol
 
 __all__ = ["ITEM_FIELDS", "prefill_kernel"]
 
-# An item: sequence (-1: none), its first query token within the sequence's.
-ITEM_FIELDS = tl.constexpr(2)
+# An item: sequence (-1: none), its first query token within the sequence's; of the sequence: keys,
+# first query token in the step, query tokens, row of the block table.
+ITEM_FIELDS = tl.constexpr(6)
 
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
 def prefill_kernel(
     out, q, k_cache, v_cache, k_scales, v_scales,
-    items, query_start_loc, seq_lens, block_tables, rows,
+    items, block_tables,
     scale, soft_cap, window,
     out_token_stride, out_head_stride, q_token_stride, q_head_stride,
     k_block_stride, k_head_stride, k_slot_stride,
@@ -44,13 +45,26 @@ def prefill_kernel(
     item = items + (tl.num_programs(1) - 1 - tl.program_id(1)) * ITEM_FIELDS
     sequence = tl.load(item)
     first_query = tl.load(item + 1)
+    seq_len = tl.load(item + 2)
+    first_token = tl.load(item + 3)
+    query_len = tl.load(item + 4)
+    table_row = tl.load(item + 5)
     if sequence < 0:
         return
-    seq_len = tl.load(seq_lens + sequence)
-    first_token = tl.load(query_start_loc + sequence)
-    query_len = tl.load(query_start_loc + sequence + 1) - first_token
 
     TOKENS: tl.constexpr = ROWS // GROUP_SIZE
+    first_position = seq_len - query_len + first_query
+    end_key = tl.minimum(first_position + TOKENS, seq_len)
+    end_tile = tl.cdiv(end_key, TILE)
+    first_tile = 0
+    masked_from = (first_position + 1) // TILE
+    if HAS_WINDOW:
+        first_tile = tl.maximum(first_position - window + 1, 0) // TILE
+        masked_from = first_tile
+    # The first blocks are asked for before the queries: both trips to memory in the time of one.
+    table = block_tables + table_row.to(tl.int64) * table_stride
+    blocks = tile_blocks(table, first_tile, seq_len, TILE, BLOCK_SIZE)
+
     row = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM)
     query = first_query + row // GROUP_SIZE
@@ -65,23 +79,12 @@ def prefill_kernel(
         other=0.0,
     )
     q_parts = query_parts(q_tile, DTYPE, IS_PAIRED)
-    table = block_tables + tl.load(rows + sequence).to(tl.int64) * table_stride
     k_head = k_cache + kv_head.to(tl.int64) * k_head_stride
     v_head = v_cache + kv_head.to(tl.int64) * v_head_stride
     k_scale_head = k_scales + kv_head.to(tl.int64) * scale_head_stride
     v_scale_head = v_scales + kv_head.to(tl.int64) * scale_head_stride
 
-    first_position = seq_len - query_len + first_query
-    end_key = tl.minimum(first_position + TOKENS, seq_len)
-    end_tile = tl.cdiv(end_key, TILE)
-    first_tile = 0
-    masked_from = (first_position + 1) // TILE
-    if HAS_WINDOW:
-        first_tile = tl.maximum(first_position - window + 1, 0) // TILE
-        masked_from = first_tile
-
     m, l, acc = new_state(ROWS, DIM, IS_PAIRED)
-    blocks = tile_blocks(table, first_tile, seq_len, TILE, BLOCK_SIZE)
     for tile in tl.range(first_tile, masked_from, num_stages=STAGES):
         m, l, acc = accumulate(
             m, l, acc, q_parts, k_head, v_head, k_scale_head, v_scale_head, blocks, tile,

@@ -18,6 +18,7 @@ from pagetide_kernels.triton.tiles import (
     load_tile,
     masked_scores,
     power,
+    reference_for,
     value_parts,
     weighted_values,
 )
@@ -97,11 +98,17 @@ def accumulate(
         scale_at = key_pointers(
             0, blocks, tile, scale_block_stride, scale_slot_stride, TILE, BLOCK_SIZE
         )
-        k_scale = tl.load(k_scales + scale_at)
+        # Both in one load: it is long enough for every thread to take part, and so goes through
+        # shared memory; of a shorter one each thread would fetch all that it needs by itself.
+        is_value = tl.arange(0, 2) == 1
+        both_at = tl.where(is_value[None, :], v_scales, k_scales) + scale_at[:, None]
         if IS_MASKED:
-            v_scale = tl.load(v_scales + scale_at, mask=is_owned, other=0.0)
+            scales = tl.load(both_at, mask=is_owned[:, None], other=0.0)
         else:
-            v_scale = tl.load(v_scales + scale_at)
+            scales = tl.load(both_at)
+        k_scale, v_scale = tl.split(scales)
+    if SAME_STRIDES:
+        v_block_stride, v_slot_stride = k_block_stride, k_slot_stride
     # A key that is not owned may be NaN: its score is replaced below. Its value must be loaded as
     # zero, because its weight of 0 times NaN would be NaN; an INT8 value is finite, but its scale
     # need not be.
@@ -115,13 +122,16 @@ def accumulate(
         if HAS_WINDOW:
             is_visible &= keys[None, :] > positions[:, None] - window
     k, v = key_parts(k, DTYPE, IS_PAIRED), value_parts(v, DTYPE, IS_PAIRED)
-    scores = masked_scores(
+    scores, unit = masked_scores(
         q, k, k_scale, is_visible, scale, soft_cap, DTYPE, IS_QUANTIZED, HAS_SOFT_CAP, IS_MASKED
     )
-    new_m = tl.maximum(m, tl.max(scores, axis=1))
+    largest = tl.max(scores, axis=1) * unit
+    if IS_QUANTIZED:
+        largest = reference_for(largest, v_scale, scores.shape, DTYPE)
+    new_m = tl.maximum(m, largest)
     base = _finite(new_m)
     shrink = power(m - base, DTYPE)
-    weights = power(scores - base[:, None], DTYPE)
+    weights = power(tl.fma(scores, unit, -base[:, None]), DTYPE)
     l = tl.fma(l, shrink, tl.sum(weights, axis=1))
     acc = weighted_values(acc, shrink, weights, v, v_scale, DTYPE, IS_QUANTIZED)
     return new_m, l, acc

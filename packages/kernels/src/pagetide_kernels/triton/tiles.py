@@ -18,6 +18,7 @@ __all__ = [
     "narrow",
     "power",
     "query_parts",
+    "reference_for",
     "tile_blocks",
     "value_parts",
     "weighted_values",
@@ -250,10 +251,14 @@ def masked_scores(
     dtype: tl.constexpr, IS_QUANTIZED: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """float32 [ROWS, KEYS] scores in the units of `power`, -inf where a row does not see a key.
+    """Scores not yet scaled, and the positive factor that brings them to the units of `power`.
+
+    Scaling waits for the maximum to be subtracted, because both are then one multiply-add. The
+    scores are float32 [ROWS, KEYS], -inf where a row does not see a key.
 
     Args:
         q, k: queries and keys in the same parts.
+        scale: positive.
     """
     scores = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
     for i in tl.static_range(1, len(q)):
@@ -261,16 +266,15 @@ def masked_scores(
             scores = _apart(tl.dot(q[i], tl.trans(k[i]), input_precision="ieee"), scores)
         else:
             scores = tl.dot(q[i], tl.trans(k[i]), scores, input_precision="ieee")
-    UNIT: tl.constexpr = 1.0 if dtype == tl.float32 else LOG2_E
     if IS_QUANTIZED:
         scores = scores * k_scale[None, :]
     if HAS_SOFT_CAP:
-        scores = (soft_cap * UNIT) * _tanh(scores * (scale / soft_cap), dtype)
-    else:
-        scores = scores * (scale * UNIT)
+        scores = soft_cap * _tanh(scores * (scale / soft_cap), dtype)
+        scale = 1.0
     if IS_MASKED:
         scores = tl.where(is_visible, scores, float("-inf"))
-    return scores
+    UNIT: tl.constexpr = 1.0 if dtype == tl.float32 else LOG2_E
+    return scores, scale * UNIT
 
 
 @triton.jit
@@ -286,27 +290,35 @@ def power(difference, dtype: tl.constexpr):
 
 
 @triton.jit
+def reference_for(largest, v_scale, shape: tl.constexpr, dtype: tl.constexpr):
+    """What a tile's scores are compared with, from each row's largest: float32 [ROWS].
+
+    Any number serves, for it cancels in `acc / l`. With INT8 values, `e^(s - m)` times a value's
+    scale must be a float16, which has range for little more: so the largest may be 2^14. The tile's
+    largest scale is found row by row, because then no warp waits for another.
+    """
+    if dtype == tl.float16:
+        largest_scale = tl.max(tl.broadcast_to(v_scale[None, :], shape), axis=1)
+        return largest + tl.log2(tl.maximum(largest_scale, 2.0**-60)) - 14.0
+    else:
+        return largest
+
+
+@triton.jit
 def weighted_values(
     acc, shrink, weights, v, v_scale, dtype: tl.constexpr, IS_QUANTIZED: tl.constexpr
 ):
     """`acc * shrink + weights @ v`, part by part: float32 [ROWS, DIM], or two of half the width.
 
-    INT8 scales go into the weights, divided by the tile's largest: a half-precision weight times a
-    small scale would otherwise lose its last bits to underflow.
+    INT8 scales go into the weights: a scale belongs to a key.
     """
-    largest = 1.0
     if IS_QUANTIZED:
-        largest = tl.max(v_scale, axis=0)
-        largest = tl.where(largest == 0.0, 1.0, largest)
-        weights = weights * (v_scale / largest)[None, :]
+        weights = weights * v_scale[None, :]
     weights = operand(weights, dtype)
     new_acc = ()
     for i in tl.static_range(len(v)):
         shrunk = acc[i] * shrink[:, None]
-        if IS_QUANTIZED:
-            values = tl.dot(weights, v[i], input_precision="ieee")
-            new = tl.fma(values, tl.zeros_like(values) + largest, shrunk)
-        elif dtype == tl.float32:
+        if dtype == tl.float32:
             new = _apart(tl.dot(weights, v[i], input_precision="ieee"), shrunk)
         else:
             new = tl.dot(weights, v[i], shrunk, input_precision="ieee")

@@ -32,7 +32,7 @@ class WorkList:
 
     Attributes:
         decode_items: int32 [capacity, 12], see `decode.py`.
-        prefill_items: int32 [capacity, 2], see `prefill.py`.
+        prefill_items: int32 [capacity, 6], see `prefill.py`.
         states: float32 [states, num_kv_heads, rows, dim], partial sums of values.
         sums: float32 [states, num_kv_heads, 2, rows], their maxima and sums.
         arrivals: int32 [S, num_kv_heads], programs of a sequence that have finished; zeros between
@@ -136,6 +136,10 @@ def _work_list_kernel(
         fits = item < prefill_capacity
         tl.store(at, tl.where(owner < SEQS, _at(sequence, owner), -1), mask=fits)
         tl.store(at + 1, index * prefill_tokens, mask=fits)
+        tl.store(at + 2, _at(seq_len, owner), mask=fits)
+        tl.store(at + 3, _at(start, owner), mask=fits)
+        tl.store(at + 4, _at(query_len, owner), mask=fits)
+        tl.store(at + 5, _at(row, owner), mask=fits)
 
 
 def make_work_list(
@@ -163,7 +167,7 @@ def make_work_list(
     dim = tuning.dim
     work_list = WorkList(
         decode_items=torch.empty(decode_capacity, 12, dtype=torch.int32, device=device),
-        prefill_items=torch.empty(prefill_capacity, 2, dtype=torch.int32, device=device),
+        prefill_items=torch.empty(prefill_capacity, 6, dtype=torch.int32, device=device),
         states=torch.empty(num_states, kv_heads, state_rows, dim, device=device),
         sums=torch.empty(num_states, kv_heads, 2, state_rows, device=device),
         arrivals=torch.zeros(num_seqs, kv_heads, dtype=torch.int32, device=device),
