@@ -125,7 +125,7 @@ def _verdict(status: int, log: str) -> tuple[str, str]:
         return ("caught" if os.WTERMSIG(status) in _CRASHES else "error"), name
     code = os.WEXITSTATUS(status)
     if code == 1:
-        failed = re.findall(r"^(?:FAILED|ERROR) \S*?::(\w+)", log, re.MULTILINE)
+        failed = re.findall(r"^(?:FAILED|ERROR) \S*?::(.+?)(?: - .*)?$", log, re.MULTILINE)
         return "caught", failed[0] if failed else "a failed test"
     if code == _ASTRAY:
         return "error", "the run went astray"
