@@ -39,7 +39,6 @@ class Mutant:
         new: what takes its place.
         tests: words of the list's ``selections`` or of pytest's ``-k``, joined by "or"; by default
             the list's default.
-        is_quick: whether it belongs to the quick set.
     """
 
     name: str
@@ -47,7 +46,6 @@ class Mutant:
     old: str
     new: str = ""
     tests: str = ""
-    is_quick: bool = False
 
     @property
     def slug(self) -> str:
@@ -133,8 +131,6 @@ def parser(description: str) -> argparse.ArgumentParser:
 def chosen(suite: Suite, options: argparse.Namespace) -> list[Mutant]:
     """The mutants that the options ask for; never none."""
     found = [mutant for mutant in suite.mutants if options.only in mutant.name]
-    if getattr(options, "quick", False):
-        found = [mutant for mutant in found if mutant.is_quick]
     if not found:
         raise SystemExit(f"no mutant is called anything with {options.only!r}")
     return found
