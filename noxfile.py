@@ -37,7 +37,9 @@ WHEELS = ROOT / "build" / "wheels"
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = False
-nox.options.sessions = ["tests", "tests_no_torch", "tests_torch_free", "lint", "pins", "docs"]
+nox.options.sessions = [
+    "tests", "tests_no_torch", "tests_torch_free", "mutants(kernels)", "lint", "pins", "docs",
+]  # fmt: skip
 
 
 def _installer_settings() -> dict[str, str]:
@@ -163,7 +165,11 @@ def tests_torch_free(session: nox.Session) -> None:
 @nox.session(default=False, reuse_venv=True)
 @nox.parametrize("package", ["kernels", "scheduler"], ids=["kernels", "scheduler"])
 def mutants(session: nox.Session, package: str) -> None:
-    """Breaks a package's sources one line at a time; its tests must notice each time."""
+    """Breaks a package's sources one line at a time; its tests must notice each time.
+
+    The kernels' are Triton's, interpreted; those of CUDA need a GPU and are tried by
+    `packages/kernels/tests/mutants_cuda.py`.
+    """
     _install(session, *_build_wheels(session, _through(package)), "pytest", "hypothesis", "numpy")
     script = {"kernels": "mutants_triton.py", "scheduler": "mutants.py"}[package]
     session.run("python", f"packages/{package}/tests/{script}", *session.posargs)
