@@ -34,6 +34,7 @@ UNITS = {
     "simt": (SIMT,),
     "simt int8": (SIMT_INT8,),
     "mma": (MMA,),
+    "mma 80": (Unit("decode_mma_f16", " 80, "),),
     "mma int8": (MMA_INT8,),
     "decode": (SIMT, MMA),
     # Narrower heads are Hopper's own kernel's.
@@ -50,6 +51,7 @@ SELECTIONS = {
     ),
     "simt int8": "(torch.float32 or float32xint8 or test_keys_and) and int8",
     "mma": "(torch.float16 or float16xfloat16) and not int8",
+    "mma 80": "test_tiles_and and torch.float16",
     "mma int8": "(torch.float16 or float16xint8) and int8",
     "decode": (
         "test_queries_that or test_a_padding or (torch.float32 or torch.float16) and"
@@ -178,6 +180,7 @@ MUTANTS = (
     Mutant(
         "a tile's second eight keys take the block of its first", "decode_copy.cuh",
         "__shfl_sync(ALL_LANES, tile_blocks, group)", "__shfl_sync(ALL_LANES, tile_blocks, 0)",
+        tests="mma 80",
     ),
     Mutant(
         "every key takes the scale of its block's first", "decode_copy.cuh",
