@@ -341,7 +341,7 @@ def main() -> int:
     options = parser.parse_args()
     mutants = mutation.chosen(SUITE, options)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = options.build or options.run or Path(scratch)
+        folder = Path(options.build or options.run or scratch).resolve()
         if options.check:
             for mutant in mutants:
                 apply_to_sources(mutant, folder / mutant.slug)
