@@ -152,6 +152,7 @@ def test_kept_blocks_are_dropped_when_the_oldest_cannot_grow_otherwise(overlap: 
     engine.run()
     engine.check_outputs()
     engine.check_all_returned()
+    assert engine.requests["oldest"].num_preemptions == 0
 
 
 @pytest.mark.parametrize("moment", range(8))
