@@ -193,11 +193,13 @@ class Problem:
             starts = ends
         return layer
 
-    def attend(self, backend: str, layer: Layer) -> Tensor:
-        """The back end's answer, written over NaN."""
-        q = self.queries()
+    def attend(
+        self, backend: str, layer: Layer, prepared: pk.AttentionMetadata | None = None
+    ) -> Tensor:
+        """The back end's answer, written over NaN; to this step unless another is prepared."""
+        q, metadata = self.queries(), prepared or self.metadata()
         return pk.paged_attention(
-            q, layer.k, layer.v, self.metadata(), scale=self.scale, **layer.scales,
+            q, layer.k, layer.v, metadata, scale=self.scale, **layer.scales,
             window=self.case.window, soft_cap=self.case.soft_cap, backend=backend,
             out=torch.full_like(q, torch.nan),
         )  # fmt: skip

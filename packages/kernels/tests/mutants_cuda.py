@@ -34,7 +34,6 @@ UNITS = {
     "simt": (SIMT,),
     "simt int8": (SIMT_INT8,),
     "mma": (MMA,),
-    "mma 80": (Unit("decode_mma_f16", " 80, "),),
     "mma int8": (MMA_INT8,),
     "decode": (SIMT, MMA),
     # Narrower heads are Hopper's own kernel's.
@@ -51,18 +50,21 @@ SELECTIONS = {
     ),
     "simt int8": "(torch.float32 or float32xint8 or test_keys_and) and int8",
     "mma": "(torch.float16 or float16xfloat16) and not int8",
-    "mma 80": "test_tiles_and and torch.float16",
     "mma int8": "(torch.float16 or float16xint8) and int8",
     "decode": (
-        "test_queries_that or test_a_padding or (torch.float32 or torch.float16) and"
-        " (test_long_contexts or level_1 or test_p1) or float32xfloat32 or float16xfloat16"
+        "test_queries_that or test_a_padding or test_a_full_card or test_long_contexts and"
+        " (torch.float32 or torch.float16) and not int8 or level_1 and torch.float32 or"
+        " float32xfloat32 or float16xfloat16"
     ),
     "prefill": (
-        "test_tiles_and and torch.bfloat16 or"
+        "(test_tiles_and or test_more_tiles) and 256 and not int8 or"
         " (float16xfloat16 or bfloat16xbfloat16) and (x160 or x192 or x256)"
     ),
-    "hopper": "(torch.float16 or float16xfloat16) and not int8 or test_more_tiles",
-    "work list": "test_long_contexts or level_1 or test_p1 or test_buffers",
+    "hopper": "(torch.float16 or float16xfloat16) and not int8",
+    "work list": (
+        "test_buffers or test_a_full_card or (test_p1 or level_1 or test_long_contexts) and"
+        " (torch.float32 or torch.float16) and not int8"
+    ),
     "store": "test_stores or test_quantized or test_queries_and or test_keys_and",
 }
 # The kind of a source's mutants, unless they name another.
@@ -104,7 +106,8 @@ MUTANTS = (
     Mutant(
         "the last block merges the leaves backwards", "decode.cuh",
         "static_cast<int64_t>(leaf) * heads;\n            totals",
-        "static_cast<int64_t>(visible_leaf + visible_end - 1 - leaf) * heads;\n            totals",
+        "static_cast<int64_t>(walk.visible_leaf + walk.visible_end - 1 - leaf) * heads;\n"
+        "            totals",
     ),
     Mutant("arrivals are not counted from zero again", "decode.cuh", "if (is_last) *arrival = 0;"),
     Mutant(
@@ -180,7 +183,7 @@ MUTANTS = (
     Mutant(
         "a tile's second eight keys take the block of its first", "decode_copy.cuh",
         "__shfl_sync(ALL_LANES, tile_blocks, group)", "__shfl_sync(ALL_LANES, tile_blocks, 0)",
-        tests="mma 80",
+        tests="mma",
     ),
     Mutant(
         "every key takes the scale of its block's first", "decode_copy.cuh",

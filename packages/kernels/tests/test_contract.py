@@ -249,7 +249,8 @@ def test_any_order_of_the_caches_dimensions(backend: str, device: str, order: tu
 @pytest.mark.parametrize(
     ("dtypes", "head_dim"),
     [((torch.float32, "float32"), 40), ((torch.float32, "int8"), 64),
-     ((torch.float16, "float16"), 72), ((torch.bfloat16, "bfloat16"), 256)],
+     ((torch.float16, "float16"), 64), ((torch.float16, "float16"), 72),
+     ((torch.bfloat16, "bfloat16"), 256)],
     ids=str,
 )  # fmt: skip
 def test_tiles_and_blocks_need_not_fit(
@@ -465,21 +466,66 @@ def test_a_padding_row_changes_no_other(backend: str, device: str) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("window", [None] if IS_INTERPRETED else [None, 150])
+@pytest.mark.parametrize("head_dim", [64] if IS_INTERPRETED else [64, 256])
 def test_more_tiles_of_queries_than_a_card_has_multiprocessors(
-    backend: str, device: str, dtypes: tuple, window: int | None
+    backend: str, device: str, head_dim: int, dtypes: tuple, window: int | None
 ) -> None:
     """Thread blocks that take one tile after another carry nothing over from the one before."""
     lengths = (
-        [(70, 70), (20, 90)] if IS_INTERPRETED else [(700, 700), (1, 40), (500, 900), (3, 500)]
+        [(70, 70), (20, 90)] if device == "cpu" else [(700, 700), (1, 40), (500, 900), (3, 500)]
     )
-    case = dataclasses.replace(PLAIN, dtypes=dtypes, heads=(16, 16), window=window)
+    case = dataclasses.replace(
+        PLAIN, dtypes=dtypes, heads=(16, 16), head_dim=head_dim, window=window
+    )
     problem = Problem(case, device, sequences=lengths)
     layer = problem.fill_cache("reference", "nan")
     got, exact = problem.attend(backend, layer), problem.dense(layer, torch.float64)
     same_dtype = problem.dense(layer, problem.query_dtype)
     allowed = 2 * (same_dtype.double() - exact).abs().max() + unit(problem.query_dtype, exact)
     assert (got.double() - exact).abs().max() <= allowed
-    assert torch.equal(problem.attend(backend, layer), got), "a second launch differs"
+    chosen = pk.select_backend(backend, problem.shape, device)
+    prepared = chosen.prepare(problem.metadata(), problem.shape)
+    for _ in range(2):
+        assert torch.equal(problem.attend(backend, layer, prepared), got), "another launch differs"
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("longest", [1, 4])
+def test_a_full_card_gives_each_sequence_what_it_gets_alone(
+    backend: str, device: str, longest: int, dtype: torch.dtype
+) -> None:
+    """More sequences than run at once: whole ones and parts follow each other in one program."""
+    count, step, heads = (3, 47, (4, 2)) if device == "cpu" else (64, 157, (32, 8))
+    sequences = [(1 + i % longest, longest + (i + 1) * step % 1100) for i in range(count)]
+    case = dataclasses.replace(PLAIN, dtypes=(dtype, str(dtype)[6:]), heads=heads)
+    problem = Problem(case, device, sequences=sequences)
+    layer = problem.fill_cache("reference", "nan")
+    chosen = pk.select_backend(backend, problem.shape, device)
+    prepared = chosen.prepare(problem.metadata(), problem.shape)
+    together, exact = problem.attend(backend, layer, prepared), problem.dense(layer, torch.float64)
+    same_dtype = problem.dense(layer, dtype)
+    allowed = 2 * (same_dtype.double() - exact).abs().max() + unit(dtype, exact)
+    assert (together.double() - exact).abs().max() <= allowed
+    assert torch.equal(problem.attend(backend, layer, prepared), together), "another launch differs"
+
+    for i in range(0, count, max(1, count // 8)):
+        query_len, seq_len = sequences[i]
+        metadata = pk.AttentionMetadata.from_host(
+            [query_len], [seq_len], [problem.block_tables[i]],
+            block_size=16, num_blocks=problem.num_blocks, device=device,
+        )  # fmt: skip
+        alone = pk.paged_attention(
+            problem.q[i], layer.k, layer.v, metadata, scale=problem.scale, backend=backend
+        )
+        first = sum(n for n, _ in sequences[:i])
+        if is_exact(backend, problem.shape, device):
+            assert torch.equal(alone, together[first : first + query_len]), sequences[i]
+        else:
+            tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
+            torch.testing.assert_close(
+                alone, together[first : first + query_len], rtol=tolerance, atol=tolerance
+            )
 
 
 @BACKENDS
