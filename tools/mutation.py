@@ -78,7 +78,7 @@ class Suite:
         options: pytest's further options.
         environment: variables of every run; None removes one.
         preload: modules imported before the forks.
-        seconds: a run hangs that takes longer than this, and than five times what its tests take on
+        seconds: a run hangs that takes longer than this, and than three times what its tests take on
             the sources as they are.
     """
 
@@ -185,7 +185,7 @@ def judge(
             print(outcome.log)
             print(f"the tests do not pass on the sources as they are: {outcome.by}")
             return 2
-        limits[outcome.trial.place] = max(suite.seconds, 5 * outcome.seconds)
+        limits[outcome.trial.place] = max(suite.seconds, 3 * outcome.seconds)
     print(f"the tests pass on the sources as they are ({time.monotonic() - started:.0f} s)")
     sys.stdout.flush()
 
