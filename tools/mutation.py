@@ -78,8 +78,8 @@ class Suite:
         options: pytest's further options.
         environment: variables of every run; None removes one.
         preload: modules imported before the forks.
-        seconds: a run hangs that takes longer than this, and than three times what its tests take on
-            the sources as they are.
+        seconds: a run hangs that takes longer, and three times longer than its tests take on the
+            sources as they are.
     """
 
     package: Path
