@@ -89,7 +89,7 @@ def run(trials: Sequence[Trial], jobs: int) -> Iterator[Outcome]:
 def _start(trial: Trial) -> int:
     """Forks; the child is a process group, so that a hang is ended with whatever it started."""
     sys.stdout.flush()
-    trial.package.parent.mkdir(parents=True, exist_ok=True)  # a package that is not there goes astray
+    trial.package.parent.mkdir(parents=True, exist_ok=True)  # also of a package that was not built
     with _log(trial).open("wb") as log:
         if pid := os.fork():
             os.setpgid(pid, pid)
