@@ -22,7 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import build_cuda
 from mutation import Mutant, Suite
 
-__all__ = ["Builder", "Unit", "apply_to_sources"]
+__all__ = ["CSRC", "Builder", "Unit", "apply_to_sources", "pieces"]
+
+CSRC = build_cuda.CSRC
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Piece:
 def apply_to_sources(mutant: Mutant | None, folder: Path) -> Path:
     """Copies ``csrc`` into ``folder``, with the mutant's place made wrong."""
     csrc = folder / "csrc"
-    shutil.copytree(build_cuda.CSRC, csrc)
+    shutil.copytree(CSRC, csrc)
     if mutant is not None:
         mutant.apply(csrc / mutant.module)
     return csrc
@@ -143,7 +145,7 @@ class Builder:
         target = csrc.parent / "objects" / f"{piece.name}.o"
         target.parent.mkdir(exist_ok=True)
         command = build_cuda.compile_command(self.toolchain, source, target, [self.architecture])
-        self.run([str(csrc) if word == str(build_cuda.CSRC) else word for word in command])
+        self.run([str(csrc) if word == str(CSRC) else word for word in command])
         return target
 
     def link(self, package: Path, objects: Mapping[str, Future[Path]]) -> None:

@@ -1,6 +1,6 @@
-"""The list of mutants fits the sources, and what tries them takes nothing for a catch that is none.
+"""The lists of mutants fit the sources, and what tries them takes nothing for a catch that is none.
 
-`mutants_triton.py` itself runs in a nox session.
+`mutants_triton.py` itself runs in a nox session, `mutants_cuda.py` on a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ TOOLS = Path(__file__).resolve().parents[3] / "tools"
 if not (TOOLS / "mutation.py").exists():
     pytest.skip("what runs mutants is in the repository, not here", allow_module_level=True)
 
-from mutants_triton import MUTANTS, SUITE, Mutant  # noqa: E402 - needs the tools
+import mutants_cuda  # noqa: E402 - they need the tools
+from mutants_build import CSRC, pieces  # noqa: E402
+from mutants_triton import MUTANTS, SUITE, Mutant  # noqa: E402
 
 # A package of one function, its tests, and a list of mutants.
 ANSWERS = "def answer():\n    return 42  # as everybody knows\n"
@@ -61,6 +63,16 @@ def test_each_mutant_changes_just_one_place(mutant: Mutant, tmp_path: Path) -> N
 
 def test_there_are_enough_of_them() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 20
+
+
+def test_what_cuda_mutants_are_compiled_into_exists() -> None:
+    assert {mutant.tests for mutant in mutants_cuda.SUITE.mutants} <= set(mutants_cuda.UNITS)
+    assert set(mutants_cuda.UNITS) == set(mutants_cuda.SELECTIONS)
+    parts = pieces(CSRC)
+    assert len({part.name for part in parts}) == len(parts)
+    for units in mutants_cuda.UNITS.values():
+        for unit in units:
+            assert any(part.is_of(unit) for part in parts), unit
 
 
 def judge(folder: Path, only: str, tests: str = TESTS) -> subprocess.CompletedProcess[str]:
