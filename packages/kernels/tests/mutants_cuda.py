@@ -111,8 +111,9 @@ MUTANTS = (
     ),
     Mutant("arrivals are not counted from zero again", "decode.cuh", "if (is_last) *arrival = 0;"),
     Mutant(
-        "the first block to arrive merges", "decode.cuh",
-        "atomicAdd(arrival, 1) == item.num_items - 1", "atomicAdd(arrival, 1) == 0",
+        "the block with the last leaves merges, whether the others have arrived or not",
+        "decode.cuh", "atomicAdd(arrival, 1) == item.num_items - 1",
+        "atomicAdd(arrival, 1) >= 0 && item.first_leaf > 0",
     ),
     Mutant(
         "a cluster's first block takes its own leaf for the others'", "decode.cuh",
