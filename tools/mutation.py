@@ -124,6 +124,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     cores = len(os.sched_getaffinity(0))
     made.add_argument("--jobs", type=int, default=cores, help="runs at a time (%(default)s)")
     made.add_argument("--only", default="", help="mutants whose name holds this word")
+    made.add_argument("--seconds", type=float, help="let no run that takes less be a hang")
     made.add_argument("--json", type=Path, help="a file for the record of the run")
     return made
 
@@ -174,9 +175,10 @@ def judge(
         importlib.import_module(name)
     gc.freeze()
 
+    seconds = options.seconds or suite.seconds
     expressions = dict.fromkeys(map(suite.expression, mutants))
     checks = [
-        suite.trial(f"check {i}", each, whole, each, 10 * suite.seconds)
+        suite.trial(f"check {i}", each, whole, each, 10 * seconds)
         for i, each in enumerate(expressions)
     ]
     limits = {}
@@ -185,7 +187,7 @@ def judge(
             print(outcome.log)
             print(f"the tests do not pass on the sources as they are: {outcome.by}")
             return 2
-        limits[outcome.trial.place] = max(suite.seconds, 3 * outcome.seconds)
+        limits[outcome.trial.place] = max(seconds, 3 * outcome.seconds)
     print(f"the tests pass on the sources as they are ({time.monotonic() - started:.0f} s)")
     sys.stdout.flush()
 
