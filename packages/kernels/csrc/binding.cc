@@ -146,8 +146,8 @@ void paged_attention(TensorView out, TensorView q, TensorView k, TensorView v, O
                      Optional<TensorView> v_scales, TensorView decode_items, TensorView prefill_items,
                      TensorView query_start_loc, TensorView block_tables, TensorView states, TensorView sums,
                      TensorView arrivals, double scale, double soft_cap, int64_t window, int64_t path,
-                     int64_t decode_head_dim, int64_t prefill_head_dim, int64_t num_runs, int64_t row_tiles,
-                     int64_t cluster_size) {
+                     int64_t decode_head_dim, int64_t prefill_head_dim, int64_t prefill_rows, int64_t num_runs,
+                     int64_t row_tiles, int64_t cluster_size) {
   require("out", out, 3, q.dtype());
   require("k_cache", k, 4, k.dtype());
   require("v_cache", v, 4, k.dtype());
@@ -194,6 +194,7 @@ void paged_attention(TensorView out, TensorView q, TensorView k, TensorView v, O
   p.head_dim = int32_t(q.size(2));
   p.block_shift = log2_of(k.size(2));
   p.state_rows = int32_t(states.size(2));
+  p.prefill_rows = int32_t(prefill_rows);
   p.num_runs = int32_t(num_runs);
   p.row_tiles = int32_t(row_tiles);
   p.cluster_size = int32_t(cluster_size);

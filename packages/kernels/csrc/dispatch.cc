@@ -45,24 +45,40 @@ Launcher simt_decode(int head_dim) {
   }
 }
 
-template <typename T>
+template <typename T, typename KV>
 Launcher prefill(int head_dim) {
   switch (head_dim) {
-    case 64: return launch_prefill_instance<T, 64>;
-    case 80: return launch_prefill_instance<T, 80>;
-    case 96: return launch_prefill_instance<T, 96>;
-    case 128: return launch_prefill_instance<T, 128>;
-    case 256: return launch_prefill_instance<T, 256>;
-    default: refuse(head_dim);
+    case 64: return launch_prefill_instance<T, KV, 64>;
+    case 128: return launch_prefill_instance<T, KV, 128>;
+    case 256: return launch_prefill_instance<T, KV, 256>;
   }
+  if constexpr (sizeof(KV) > 1) {
+    if (head_dim == 80) return launch_prefill_instance<T, KV, 80>;
+    if (head_dim == 96) return launch_prefill_instance<T, KV, 96>;
+  }
+  refuse(head_dim);
 }
 
 // Warpgroup products, where they were compiled; their panels have 64 columns, so a head_dim of 80 or 96 has two.
-template <typename T>
+template <typename T, typename KV>
 bool prefill_hopper(const AttentionParams& params, cudaStream_t stream) {
-  if (params.head_dim <= 64) return launch_prefill_hopper_instance<T, 64>(params, stream);
-  if (params.head_dim <= 128) return launch_prefill_hopper_instance<T, 128>(params, stream);
+  if (params.head_dim <= 64) return launch_prefill_hopper_instance<T, KV, 64>(params, stream);
+  if (params.head_dim <= 128) return launch_prefill_hopper_instance<T, KV, 128>(params, stream);
   return false;
+}
+
+template <typename T, typename KV>
+void launch_prefill_of(const AttentionParams& params, int head_dim, cudaStream_t stream) {
+  if (!prefill_hopper<T, KV>(params, stream)) prefill<T, KV>(head_dim)(params, stream);
+}
+
+template <typename T>
+void launch_prefill_of(const AttentionParams& params, int head_dim, cudaStream_t stream) {
+  if (params.kv_dtype == DType::INT8) {
+    launch_prefill_of<T, int8_t>(params, head_dim, stream);
+  } else {
+    launch_prefill_of<T, T>(params, head_dim, stream);
+  }
 }
 
 Launcher decode_launcher(const AttentionParams& params, Path path, int head_dim) {
@@ -85,9 +101,11 @@ void launch_decode(const AttentionParams& params, Path path, int compiled_head_d
 }
 
 void launch_prefill(const AttentionParams& params, int compiled_head_dim, cudaStream_t stream) {
-  const bool is_half = params.kv_dtype == DType::FLOAT16;
-  if (is_half ? prefill_hopper<Half>(params, stream) : prefill_hopper<BFloat>(params, stream)) return;
-  (is_half ? prefill<Half>(compiled_head_dim) : prefill<BFloat>(compiled_head_dim))(params, stream);
+  if (params.query_dtype == DType::FLOAT16) {
+    launch_prefill_of<Half>(params, compiled_head_dim, stream);
+  } else {
+    launch_prefill_of<BFloat>(params, compiled_head_dim, stream);
+  }
 }
 
 }  // namespace pagetide

@@ -49,8 +49,7 @@ void make_work_list(const WorkListParams& params, cudaStream_t stream);
 enum class Path : int { MMA, SIMT };
 
 // The decode kernel with `params.num_items` thread blocks a KV head and row tile, the prefill kernel over that many
-// items. `compiled_head_dim` is one that
-// there is an instance of, at least the model's.
+// items. `compiled_head_dim` is one that there is an instance of, at least the model's.
 void launch_decode(const AttentionParams& params, Path path, int compiled_head_dim, cudaStream_t stream);
 void launch_prefill(const AttentionParams& params, int compiled_head_dim, cudaStream_t stream);
 
@@ -61,10 +60,11 @@ template <typename T, int HEAD_DIM>
 struct SimtEngine;
 template <class Engine>
 void launch_decode_instance(const AttentionParams& params, cudaStream_t stream);
-template <typename T, int HEAD_DIM>
+template <typename T, typename KV, int HEAD_DIM>
 void launch_prefill_instance(const AttentionParams& params, cudaStream_t stream);
-// False, and nothing is queued, where the library has no sm_90a code for the current device.
-template <typename T, int HEAD_DIM>
+// False, and nothing is queued, where the library has no sm_90a code for the current device, or where rows or strides
+// are beyond what the kernel counts with.
+template <typename T, typename KV, int HEAD_DIM>
 bool launch_prefill_hopper_instance(const AttentionParams& params, cudaStream_t stream);
 
 // The architecture (75, 80, ...) that the code running on the current device was compiled for.

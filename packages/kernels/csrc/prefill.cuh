@@ -9,42 +9,71 @@
 //   S = Q K^T          [rows, KEYS], float32 sums in registers
 //   m' = max(m, S)     P = 2^(S c - m' c),  c = scale log2(e)
 //   l' = l 2^((m - m') c) + sum P,   O' = O 2^((m - m') c) + P V
+//
+// INT8 keys and values lie in shared memory as they are stored, and each warp widens its fragments in registers. The
+// order of the columns within a product is free, as long as both operands follow it, and a word of four bytes gives
+// those that need no other lane's bytes. So queries are parted alike, and the outputs come out parted.
 #pragma once
 
 #include "attention_launch.cuh"
+#include "prefill_scales.cuh"
 #include "softmax_state.cuh"
-#include "tile.cuh"
 
 namespace pagetide {
 
-template <typename T, int HEAD_DIM>
+template <typename ELEMENT, typename STORED, int HEAD_DIM>
 struct PrefillTiles {
+  using T = ELEMENT;  // of queries, outputs and products
+  using KV = STORED;  // of the cache: T, or int8_t
+  static constexpr bool IS_QUANTIZED = sizeof(KV) == 1;
   static constexpr int DIM = HEAD_DIM;
   static constexpr int WARPS = 4;
   static constexpr int M_TILES = DIM <= 128 ? 2 : 1;  // of 16 rows, of a warp
   static constexpr int ROWS = WARPS * M_TILES * 16;
   static constexpr int THREADS = WARPS * WARP;
   static constexpr int MIN_BLOCKS = 2;
-  using Layout = TileLayout<T, DIM>;
-  static constexpr int QUERY_BYTES = ROWS * Layout::ROW_BYTES;
+  using QueryLayout = TileLayout<T, DIM>;
+  using KeyLayout = TileLayout<KV, DIM>;
+  static constexpr int QUERY_BYTES = ROWS * QueryLayout::ROW_BYTES;
 
   __host__ __device__ static constexpr int stages(int arch) { return arch < 80 ? 1 : 2; }
   // The longest tile of keys whose scores still fit the registers; sm_75 needs more of them for addresses.
   __host__ __device__ static constexpr int keys(int arch) {
-    return (DIM <= 128 ? 64 : 32) / (arch < 80 && DIM >= 128 ? 2 : 1);
+    return DIM <= 128 ? (arch < 80 && DIM == 128 ? 32 : 64) : (arch < 80 && !IS_QUANTIZED ? 16 : 32);
   }
-  __host__ __device__ static constexpr int tile_bytes(int arch) { return keys(arch) * Layout::ROW_BYTES; }
+  __host__ __device__ static constexpr int tile_bytes(int arch) { return keys(arch) * KeyLayout::ROW_BYTES; }
+  __host__ __device__ static constexpr int terms_bytes(int arch) { return IS_QUANTIZED ? 3 * 4 * keys(arch) : 0; }
+  __host__ __device__ static constexpr int stage_bytes(int arch) { return 2 * tile_bytes(arch) + terms_bytes(arch); }
   __host__ __device__ static constexpr int bytes(int arch) {
-    return QUERY_BYTES + stages(arch) * 2 * tile_bytes(arch);  // Q; K and V
+    return QUERY_BYTES + stages(arch) * stage_bytes(arch);  // Q; K, V and what their scales are
   }
 };
 
-// Grid (num_kv_heads, items).
-template <typename T, int HEAD_DIM>
-__global__ void __launch_bounds__(PrefillTiles<T, HEAD_DIM>::THREADS, PrefillTiles<T, HEAD_DIM>::MIN_BLOCKS)
+// Puts the queries' columns in the order of INT8 fragments: of 16, lane c's pairs are 4c, 4c + 1 and 4c + 2, 4c + 3.
+template <class Tiles>
+__device__ __forceinline__ void part_queries(unsigned char* q_smem, int thread) {
+  using Layout = typename Tiles::QueryLayout;
+  for (int i = thread; i < Tiles::ROWS * Layout::CHUNKS / 2; i += Tiles::THREADS) {
+    const int row = i / (Layout::CHUNKS / 2);
+    const int chunk = i % (Layout::CHUNKS / 2) * 2;
+    uint4& left = *reinterpret_cast<uint4*>(q_smem + Layout::offset(row, chunk));
+    uint4& right = *reinterpret_cast<uint4*>(q_smem + Layout::offset(row, chunk + 1));
+    const uint4 a = left;
+    const uint4 b = right;
+    left = make_uint4(a.x, a.z, b.x, b.z);
+    right = make_uint4(a.y, a.w, b.y, b.w);
+  }
+}
+
+// Grid (num_kv_heads, items, parts of an item).
+template <class Tiles>
+__global__ void __launch_bounds__(Tiles::THREADS, Tiles::MIN_BLOCKS)
     prefill_kernel(const __grid_constant__ AttentionParams p) {
-  using Tiles = PrefillTiles<T, HEAD_DIM>;
-  using Layout = typename Tiles::Layout;
+  using T = typename Tiles::T;
+  using KV = typename Tiles::KV;
+  using Layout = typename Tiles::QueryLayout;
+  using KeyLayout = typename Tiles::KeyLayout;
+  constexpr bool IS_QUANTIZED = Tiles::IS_QUANTIZED;
   constexpr int DIM = Tiles::DIM;
   constexpr int KEYS = Tiles::keys(COMPILED_ARCH);
   constexpr int TILE_BYTES = Tiles::tile_bytes(COMPILED_ARCH);
@@ -54,8 +83,10 @@ __global__ void __launch_bounds__(PrefillTiles<T, HEAD_DIM>::THREADS, PrefillTil
 
   // The last tokens of a sequence see the most keys: they start first, so that no long item is left alone at the
   // end.
-  const WorkItem item = p.items[p.num_items - 1 - blockIdx.y];
-  if (item.sequence < 0) return;
+  WorkItem item = p.items[p.num_items - 1 - blockIdx.y];
+  item.first_row += blockIdx.z * Tiles::ROWS;
+  item.num_rows = min(item.num_rows - int(blockIdx.z) * Tiles::ROWS, Tiles::ROWS);
+  if (item.sequence < 0 || item.num_rows <= 0) return;
   const int kv_head = blockIdx.x;
   const int thread = threadIdx.x;
   const int lane = thread % WARP;
@@ -74,15 +105,26 @@ __global__ void __launch_bounds__(PrefillTiles<T, HEAD_DIM>::THREADS, PrefillTil
   const int end_tile = (end_key + KEYS - 1) / KEYS;
 
   const int32_t* table = p.block_tables + item.table_row * p.table_stride;
-  const T* k_head = static_cast<const T*>(p.k) + kv_head * p.k_strides.head;
-  const T* v_head = static_cast<const T*>(p.v) + kv_head * p.v_strides.head;
+  const KV* k_head = static_cast<const KV*>(p.k) + kv_head * p.k_strides.head;
+  const KV* v_head = static_cast<const KV*>(p.v) + kv_head * p.v_strides.head;
   auto blocks_of = [&](int tile) { return blocks_of_tile(table, tile * KEYS, end_key, p.block_shift, KEYS); };
   auto start_copy = [&](int tile, int stage, int blocks) {
-    unsigned char* k_tile = tiles_smem + stage * 2 * TILE_BYTES;
-    load_tile<T, DIM, KEYS, Tiles::THREADS>(k_tile, k_head, p.k_strides, blocks, tile * KEYS, end_key, p.block_shift,
-                                            p.head_dim, p.kv_aligned, thread);
-    load_tile<T, DIM, KEYS, Tiles::THREADS>(k_tile + TILE_BYTES, v_head, p.v_strides, blocks, tile * KEYS,
-                                            end_key, p.block_shift, p.head_dim, p.kv_aligned, thread);
+    unsigned char* k_tile = tiles_smem + stage * Tiles::stage_bytes(COMPILED_ARCH);
+    const int first_key = tile * KEYS;
+    load_tile<KV, DIM, KEYS, Tiles::THREADS>(k_tile, k_head, p.k_strides, blocks, first_key, end_key, p.block_shift,
+                                             p.head_dim, p.kv_aligned, thread);
+    load_tile<KV, DIM, KEYS, Tiles::THREADS>(k_tile + TILE_BYTES, v_head, p.v_strides, blocks, first_key, end_key,
+                                             p.block_shift, p.head_dim, p.kv_aligned, thread);
+    if constexpr (IS_QUANTIZED) {  // a thread a key: its scales for now, its terms when they have landed
+      const int block = __shfl_sync(ALL_LANES, blocks, thread / 8 % WARP);
+      const int slot = (first_key + thread) & ((1 << p.block_shift) - 1);
+      const bool is_there = first_key + thread < end_key;
+      KeyTerms<KEYS>& terms = *reinterpret_cast<KeyTerms<KEYS>*>(k_tile + 2 * TILE_BYTES);
+      if (thread < KEYS) {
+        copy_4_async(&terms.factors[thread], scale_of(p.k_scales, p.k_scale_strides, kv_head, block, slot), is_there);
+        copy_4_async(&terms.logs[thread], scale_of(p.v_scales, p.v_scale_strides, kv_head, block, slot), is_there);
+      }
+    }
   };
 
   // The first keys, then the queries, set off together.
@@ -109,17 +151,22 @@ __global__ void __launch_bounds__(PrefillTiles<T, HEAD_DIM>::THREADS, PrefillTil
     }
   }
   commit_copies();
+  if constexpr (IS_QUANTIZED) {
+    wait_copies<0>();
+    __syncthreads();  // all queries have landed
+    part_queries<Tiles>(q_smem, thread);
+  }
 
   // Where this lane's rows of each fragment begin: queries, keys, values.
   int q_at = Layout::offset(warp_row + lane % 16, lane / 16);
-  int k_at = Layout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  int v_at = Layout::offset(lane % 16, lane / 16);
+  int k_at = IS_QUANTIZED ? KeyLayout::offset(lane, 0) : KeyLayout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  int v_at = KeyLayout::offset(lane % 16, lane / 16);
   // Scores of raw products are scaled inside the exponent, c = scale log2(e). With a soft cap the scores are log2
   // units already. A negative scale would turn the maximum around, so then the products are negated; of a zero
   // scale only the -inf of a masked score must survive.
   const bool has_cap = p.soft_cap > 0.0f;
   const float sign = p.scale < 0.0f ? -1.0f : 1.0f;
-  const float factor = has_cap ? 1.0f : fmaxf(fabsf(p.scale) * LOG2_E, 1e-37f);
+  const float factor = IS_QUANTIZED || has_cap ? 1.0f : fmaxf(fabsf(p.scale) * LOG2_E, 1e-37f);
 
   SoftmaxSum sums[M_TILES][2];  // m of the products; l is this lane's share of the row's
   float acc[M_TILES][DIM / 8][4] = {};
@@ -133,6 +180,11 @@ __global__ void __launch_bounds__(PrefillTiles<T, HEAD_DIM>::THREADS, PrefillTil
       next_blocks = blocks_of(tile + 1);
     }
     wait_copies<0>();
+    const unsigned char* k_smem = tiles_smem + stage * Tiles::stage_bytes(COMPILED_ARCH);
+    const unsigned char* v_smem = k_smem + TILE_BYTES;
+    KeyTerms<KEYS>& terms = *reinterpret_cast<KeyTerms<KEYS>*>(
+        tiles_smem + stage * Tiles::stage_bytes(COMPILED_ARCH) + 2 * TILE_BYTES);
+    if (IS_QUANTIZED && thread < KEYS) terms.set(thread, terms.factors[thread], terms.logs[thread], p);
     __syncthreads();  // every thread's part of the tile has landed, and all warps have used the tile before
     if constexpr (STAGES > 1) {
       if (tile + 1 < end_tile) {
@@ -141,14 +193,14 @@ __global__ void __launch_bounds__(PrefillTiles<T, HEAD_DIM>::THREADS, PrefillTil
       }
       commit_copies();
     }
-    const unsigned char* k_smem = tiles_smem + stage * 2 * TILE_BYTES;
-    const unsigned char* v_smem = k_smem + TILE_BYTES;
     if constexpr (STAGES > 1) stage ^= 1;
 
     // Opaque, so that the compiler computes the addresses anew for each tile: long rows leave it no registers.
     if constexpr (COMPILED_ARCH < 90 && DIM >= 128) asm volatile("" : "+r"(q_at), "+r"(k_at), "+r"(v_at));
 
-    // S = Q K^T: for each 16 columns of the rows, two or four fragments of queries and KEYS / 8 of keys.
+    // S = Q K^T: for each 16 columns of the rows, one or two fragments of queries and KEYS / 8 of keys, of which a load
+    // brings two, of INT8 four.
+    constexpr int LOADED = IS_QUANTIZED ? 4 : 2;
     float s[M_TILES][KEYS / 8][4] = {};
 #pragma unroll
     for (int i = 0; i < DIM / 16; ++i) {
@@ -158,13 +210,21 @@ __global__ void __launch_bounds__(PrefillTiles<T, HEAD_DIM>::THREADS, PrefillTil
         load_matrices(q[m], q_smem + Layout::advance(q_at, 2 * i) + 16 * m * Layout::ROW_BYTES);
       }
 #pragma unroll
-      for (int n = 0; n < KEYS / 8; n += 2) {
-        uint32_t k[4];
-        load_matrices(k, k_smem + Layout::advance(k_at, 2 * i) + 8 * n * Layout::ROW_BYTES);
+      for (int n = 0; n < KEYS / 8; n += LOADED) {
+        uint32_t words[4];
+        load_matrices(words, k_smem + KeyLayout::advance(k_at, 4 / LOADED * i) + 8 * n * KeyLayout::ROW_BYTES);
 #pragma unroll
-        for (int m = 0; m < M_TILES; ++m) {
-          multiply_add<T>(s[m][n], q[m], k[0], k[1]);
-          multiply_add<T>(s[m][n + 1], q[m], k[2], k[3]);
+        for (int j = 0; j < LOADED; ++j) {
+          uint32_t k[2];
+          if constexpr (IS_QUANTIZED) {
+            k[0] = Widen<T, 0, 1>::pair(words[j]);
+            k[1] = Widen<T, 2, 3>::pair(words[j]);
+          } else {
+            k[0] = words[2 * j];
+            k[1] = words[2 * j + 1];
+          }
+#pragma unroll
+          for (int m = 0; m < M_TILES; ++m) multiply_add<T>(s[m][n + j], q[m], k[0], k[1]);
         }
       }
     }
@@ -172,7 +232,28 @@ __global__ void __launch_bounds__(PrefillTiles<T, HEAD_DIM>::THREADS, PrefillTil
     const int first_key = tile * KEYS;
     const bool is_masked =
         first_key + KEYS - 1 > first_position || (p.window > 0 && first_key <= last_position - p.window);
-    if (has_cap || sign < 0.0f || is_masked) {
+    if constexpr (IS_QUANTIZED) {
+      auto each_score = [&](auto change) {
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n) {
+          const float2 factors = terms.pair(terms.factors, 8 * n + 2 * c);
+          const float2 logs = terms.pair(terms.logs, 8 * n + 2 * c);
+#pragma unroll
+          for (int m = 0; m < M_TILES; ++m) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              change(s[m][n][j], j % 2 == 0 ? factors.x : factors.y, j % 2 == 0 ? logs.x : logs.y);
+            }
+          }
+        }
+      };
+      if (has_cap) {
+        each_score([&](float& x, float by, float log) { x = score_of(x * by, p) + log; });
+      } else {
+        each_score([&](float& x, float by, float log) { x = __fmaf_rn(x, by, log); });
+      }
+    }
+    if ((!IS_QUANTIZED && (has_cap || sign < 0.0f)) || is_masked) {
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m) {
 #pragma unroll
@@ -185,7 +266,7 @@ __global__ void __launch_bounds__(PrefillTiles<T, HEAD_DIM>::THREADS, PrefillTil
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
               float& score = s[m][n][2 * half + j];
-              score = has_cap ? score_of(score, p) : score * sign;
+              if constexpr (!IS_QUANTIZED) score = has_cap ? score_of(score, p) : score * sign;
               const int key = first_key + 8 * n + 2 * c + j;
               if (key > position || key < first_visible) score = -INF;
             }
@@ -214,11 +295,13 @@ __global__ void __launch_bounds__(PrefillTiles<T, HEAD_DIM>::THREADS, PrefillTil
         float added = 0.0f;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n) {
+          float2 inverses{};
+          if constexpr (IS_QUANTIZED) inverses = terms.pair(terms.inverses, 8 * n + 2 * c);
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             float& x = s[m][n][2 * half + j];
             x = exp2_approx(__fmaf_rn(x, factor, -base));
-            added = __fadd_rn(added, x);
+            added = IS_QUANTIZED ? __fmaf_rn(x, j == 0 ? inverses.x : inverses.y, added) : __fadd_rn(added, x);
           }
         }
         sum.l = __fmaf_rn(sum.l, shrink, added);
@@ -230,7 +313,9 @@ __global__ void __launch_bounds__(PrefillTiles<T, HEAD_DIM>::THREADS, PrefillTil
       }
     }
 
-    // O += P V, 16 keys and 16 columns at a time.
+    // O += P V, 16 keys and 16 columns at a time. A load of INT8 values serves 32 columns: of 16 the even ones and the
+    // odd ones are a product each.
+    constexpr int STEPS = IS_QUANTIZED ? 2 : 1;
 #pragma unroll
     for (int n = 0; n < KEYS / 8; n += 2) {
       uint32_t weights[M_TILES][4];
@@ -242,13 +327,24 @@ __global__ void __launch_bounds__(PrefillTiles<T, HEAD_DIM>::THREADS, PrefillTil
         }
       }
 #pragma unroll
-      for (int i = 0; i < DIM / 8; i += 2) {
-        uint32_t v[4];
-        load_matrices_transposed(v, v_smem + Layout::advance(v_at, i) + 8 * n * Layout::ROW_BYTES);
+      for (int i = 0; i < DIM / 8; i += 2 * STEPS) {
+        uint32_t words[4];
+        load_matrices_transposed(words,
+                                 v_smem + KeyLayout::advance(v_at, i / STEPS) + 8 * n * KeyLayout::ROW_BYTES);
 #pragma unroll
-        for (int m = 0; m < M_TILES; ++m) {
-          multiply_add<T>(acc[m][i], weights[m], v[0], v[1]);
-          multiply_add<T>(acc[m][i + 1], weights[m], v[2], v[3]);
+        for (int step = 0; step < STEPS; ++step) {
+          uint32_t v[4] = {words[0], words[1], words[2], words[3]};
+          if constexpr (IS_QUANTIZED) {
+            v[0] = Widen<T, 0, 2>::pair(words[2 * step]);
+            v[1] = Widen<T, 0, 2>::pair(words[2 * step + 1]);
+            v[2] = Widen<T, 1, 3>::pair(words[2 * step]);
+            v[3] = Widen<T, 1, 3>::pair(words[2 * step + 1]);
+          }
+#pragma unroll
+          for (int m = 0; m < M_TILES; ++m) {
+            multiply_add<T>(acc[m][i + 2 * step], weights[m], v[0], v[1]);
+            multiply_add<T>(acc[m][i + 2 * step + 1], weights[m], v[2], v[3]);
+          }
         }
       }
     }
@@ -266,10 +362,20 @@ __global__ void __launch_bounds__(PrefillTiles<T, HEAD_DIM>::THREADS, PrefillTil
       l += __shfl_xor_sync(ALL_LANES, l, 2);
       const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
       const int row = warp_row + 16 * m + 8 * half + g;
+      // Columns 2c and 2c + 1 of eight; of INT8 columns 4c to 4c + 3 of 16, parted.
 #pragma unroll
-      for (int i = 0; i < DIM / 8; ++i) {
-        *reinterpret_cast<uint32_t*>(q_smem + Layout::offset(row, i) + 4 * c) =
-            pack<T>(acc[m][i][2 * half] * inverse, acc[m][i][2 * half + 1] * inverse);
+      for (int i = 0; i < DIM / 8; i += 2) {
+        auto value = [&](int tile, int j) { return acc[m][i + tile][2 * half + j] * inverse; };
+        auto place = [&](int chunk, int bytes) {
+          return reinterpret_cast<uint32_t*>(q_smem + Layout::offset(row, i + chunk) + bytes);
+        };
+        if constexpr (IS_QUANTIZED) {
+          *place(c / 2, c % 2 * 8) = pack<T>(value(0, 0), value(1, 0));
+          *place(c / 2, c % 2 * 8 + 4) = pack<T>(value(0, 1), value(1, 1));
+        } else {
+          *place(0, 4 * c) = pack<T>(value(0, 0), value(0, 1));
+          *place(1, 4 * c) = pack<T>(value(1, 0), value(1, 1));
+        }
       }
     }
   }
@@ -294,12 +400,12 @@ __global__ void __launch_bounds__(PrefillTiles<T, HEAD_DIM>::THREADS, PrefillTil
   }
 }
 
-template <typename T, int HEAD_DIM>
+template <typename T, typename KV, int HEAD_DIM>
 void launch_prefill_instance(const AttentionParams& params, cudaStream_t stream) {
-  using Tiles = PrefillTiles<T, HEAD_DIM>;
-  const int bytes = shared_bytes<prefill_kernel<T, HEAD_DIM>, Tiles::bytes>();
-  const dim3 grid(params.num_kv_heads, params.num_items);
-  prefill_kernel<T, HEAD_DIM><<<grid, Tiles::THREADS, bytes, stream>>>(params);
+  using Tiles = PrefillTiles<T, KV, HEAD_DIM>;
+  const int bytes = shared_bytes<prefill_kernel<Tiles>, Tiles::bytes>();
+  const dim3 grid(params.num_kv_heads, params.num_items, (params.prefill_rows + Tiles::ROWS - 1) / Tiles::ROWS);
+  prefill_kernel<Tiles><<<grid, Tiles::THREADS, bytes, stream>>>(params);
   check(cudaGetLastError(), "the launch of paged attention");
 }
 

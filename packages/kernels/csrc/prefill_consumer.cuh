@@ -15,6 +15,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char*
   using KeyPanel = Panels<Tiles::KEYS>;
   constexpr int KEYS = Tiles::KEYS;
   constexpr int DIM = Tiles::DIM;
+  constexpr bool IS_QUANTIZED = Tiles::IS_QUANTIZED;
   using Named = HopperNamed<Tiles>;
   const int group = __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0) - 1;  // the compiler sees one for all lanes
   const int warp = threadIdx.x % WARPGROUP / WARP;
@@ -23,9 +24,10 @@ __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char*
   const int c = lane % 4;
   const int warp_row = 64 * group + 16 * warp;
   const bool has_cap = p.soft_cap > 0.0f;
-  const float factor = has_cap ? 1.0f : fmaxf(fabsf(p.scale) * LOG2_E, 1e-37f);  // see `prefill.cuh`
+  const float factor = IS_QUANTIZED || has_cap ? 1.0f : fmaxf(fabsf(p.scale) * LOG2_E, 1e-37f);  // see `prefill.cuh`
   RingPlace<Memory::QUERY_STAGES> q_place;
   RingPlace<Tiles::STAGES> k_place, v_place;
+  RingPlace<HopperShared<Tiles>::TERMS> terms_place;
   auto release = [&](Barrier& empty) {
     __syncwarp();  // every lane of the warp has used the stage
     if (lane == 0) arrive(empty);
@@ -38,12 +40,11 @@ __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char*
   };
   if (group == Tiles::CONSUMERS - 1) give_turn();  // the first has the first turn
 
-  HopperJob job;
+  auto job = [&]() -> const HopperJob& { return shared.jobs[q_place.stage]; };  // read anew, to save registers
   uint64_t q_at;
   auto receive = [&]() {
     wait(shared.queries.full[q_place.stage], q_place.parity);
     fence_async_proxy();
-    job = shared.jobs[q_place.stage];
     q_at = matrix_descriptor(
         shared_address(smem + q_place.stage * Memory::QUERY_BYTES) + 64 * group * QueryPanel::ROW_BYTES, 16,
         8 * QueryPanel::ROW_BYTES);
@@ -77,11 +78,12 @@ __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char*
   int positions[2];
   SoftmaxSum sums[2];  // m of the products; l is this lane's share of the row's
   auto begin = [&]() {
-    range = KeyRange<KEYS>(job.item, p);
+    const WorkItem& item = job().item;
+    range = KeyRange<KEYS>(item, p);
     tile = range.end_tile - 1;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      positions[half] = range.offset + (job.item.first_row + warp_row + 8 * half + g) / p.group_size;
+      positions[half] = range.offset + (item.first_row + warp_row + 8 * half + g) / p.group_size;
       sums[half] = SoftmaxSum{};
     }
 #pragma unroll
@@ -111,13 +113,35 @@ __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char*
     v_place.advance();
   };
 
-  // The online softmax of a tile; the weights take the scores' place. Returns what O must be multiplied by.
+  // The online softmax of a tile; the weights take the scores' place. `shrink` is what O must be multiplied by. Of INT8
+  // the scores have the scales of keys and values in them, see `prefill_scales.cuh`.
   float shrink[2];
   auto absorb = [&]() {
     const int first_key = tile * KEYS;
     const bool is_masked = first_key + KEYS - 1 > range.first_position ||
                            (p.window > 0 && first_key <= range.last_position - p.window);
-    if (has_cap) {
+    const auto& terms = shared.terms[terms_place.stage];
+    terms_place.advance();
+    if constexpr (IS_QUANTIZED) {
+      auto each_score = [&](auto change) {
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n) {
+          const float2 factors = terms.pair(terms.factors, 8 * n + 2 * c);
+          const float2 logs = terms.pair(terms.logs, 8 * n + 2 * c);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            change(s[4 * n + 2 * half], factors.x, logs.x);
+            change(s[4 * n + 2 * half + 1], factors.y, logs.y);
+          }
+        }
+      };
+      if (has_cap) {
+        __builtin_assume(p.soft_cap > 0.0f);
+        each_score([&](float& x, float by, float log) { x = score_of(x * by, p) + log; });
+      } else {
+        each_score([&](float& x, float by, float log) { x = __fmaf_rn(x, by, log); });
+      }
+    } else if (has_cap) {
       __builtin_assume(p.soft_cap > 0.0f);
 #pragma unroll
       for (int i = 0; i < KEYS / 2; ++i) s[i] = score_of(s[i], p);
@@ -138,6 +162,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char*
         }
       }
     }
+    float bases[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       SoftmaxSum& sum = sums[half];
@@ -152,19 +177,28 @@ __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char*
       largest[0] = fmaxf(largest[0], __shfl_xor_sync(ALL_LANES, largest[0], 2));
       const float before = sum.m;
       sum.m = fmaxf(before, largest[0]);
-      const float base = sum.base() * factor;
+      bases[half] = sum.base() * factor;
       shrink[half] = exp2_approx((before - sum.base()) * factor);  // by exactly 1 if the maximum stays
-      float added[2] = {};
+    }
+    float added[2][2] = {};
 #pragma unroll
-      for (int n = 0; n < KEYS / 8; ++n) {
+    for (int n = 0; n < KEYS / 8; ++n) {
+      float2 inverses{};
+      if constexpr (IS_QUANTIZED) inverses = terms.pair(terms.inverses, 8 * n + 2 * c);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           float& x = s[4 * n + 2 * half + j];
-          x = exp2_approx(__fmaf_rn(x, factor, -base));
-          added[j] = __fadd_rn(added[j], x);
+          float& sum = added[half][j];
+          x = exp2_approx(__fmaf_rn(x, factor, -bases[half]));
+          sum = IS_QUANTIZED ? __fmaf_rn(x, j == 0 ? inverses.x : inverses.y, sum) : __fadd_rn(sum, x);
         }
       }
-      sum.l = __fmaf_rn(sum.l, shrink[half], __fadd_rn(added[0], added[1]));
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sums[half].l = __fmaf_rn(sums[half].l, shrink[half], __fadd_rn(added[half][0], added[half][1]));
     }
   };
   auto pack_weights = [&]() {
@@ -177,7 +211,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char*
 
   // O / l, through the rows' own queries' place, so that whole chunks go out.
   auto write = [&]() {
-    const WorkItem& item = job.item;
+    const WorkItem& item = job().item;
     unsigned char* q_smem = smem + q_place.stage * Memory::QUERY_BYTES;
     sync_named(Named::GROUP + group, WARPGROUP);  // the warpgroup's products have read its queries
 #pragma unroll
@@ -198,7 +232,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char*
     constexpr int ROWS_A_PASS = WARP / (DIM / 8);
     const int chunk = lane % (DIM / 8);
     T* group_gmem = static_cast<T*>(p.out) + item.first_token * p.out_token_stride +
-                    int64_t(job.kv_head) * p.group_size * p.out_head_stride + chunk * 8;
+                    int64_t(job().kv_head) * p.group_size * p.out_head_stride + chunk * 8;
     RowWalk walk(item.first_row + warp_row + lane / (DIM / 8), ROWS_A_PASS, p.group_size);
 #pragma unroll 4
     for (int pass = 0; pass < 16 / ROWS_A_PASS; ++pass) {
@@ -219,7 +253,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char*
 
   for (;;) {
     receive();
-    if (job.item.sequence < 0) return;
+    if (job().item.sequence < 0) return;
     begin();
     start_scores();
     wait_products<0>();

@@ -72,15 +72,15 @@ inline bool is_compact(const Strides& strides, int64_t element_bytes, int block_
   return strides.block * element_bytes < LIMIT && (strides.slot * element_bytes << block_shift) < LIMIT;
 }
 
-template <typename T, int HEAD_DIM>
+template <typename T, typename KV, int HEAD_DIM>
 bool launch_prefill_hopper_instance(const AttentionParams& params, cudaStream_t stream) {
-  using Tiles = HopperTiles<T, HEAD_DIM>;
+  using Tiles = HopperTiles<T, KV, HEAD_DIM>;
   using Memory = HopperMemory<Tiles>;
   const int multiprocessors = facts_of_device<int, multiprocessors_of<prefill_hopper_kernel<Tiles>>>();
-  if (multiprocessors == 0 || !is_compact(params.k_strides, sizeof(T), params.block_shift) ||
-      !is_compact(params.v_strides, sizeof(T), params.block_shift)) {
-    return false;
-  }
+  const bool is_served = multiprocessors > 0 && params.prefill_rows <= Memory::ROWS &&
+                         is_compact(params.k_strides, sizeof(KV), params.block_shift) &&
+                         is_compact(params.v_strides, sizeof(KV), params.block_shift);
+  if (!is_served) return false;
   const int bytes = shared_bytes<prefill_hopper_kernel<Tiles>, Memory::bytes>();
   const int jobs = params.num_items * params.num_kv_heads;
   const int blocks = jobs < multiprocessors ? jobs : multiprocessors;

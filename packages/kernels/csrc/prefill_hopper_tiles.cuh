@@ -2,20 +2,22 @@
 #pragma once
 
 #include "hopper.cuh"
-#include "tile.cuh"
+#include "prefill_scales.cuh"
 
 namespace pagetide {
 
-template <typename ELEMENT, int HEAD_DIM>
+template <typename ELEMENT, typename STORED, int HEAD_DIM>
 struct HopperTiles {
-  using T = ELEMENT;
+  using T = ELEMENT;  // of queries, outputs and products
+  using KV = STORED;  // of the cache: T, or int8_t, which the producer widens
+  static constexpr bool IS_QUANTIZED = sizeof(KV) == 1;
   static constexpr int DIM = HEAD_DIM;
-  static constexpr int KEYS = 128;
-  static constexpr int CONSUMERS = 2;  // warpgroups
+  static constexpr int KEYS = DIM <= 64 ? 96 : 128;
+  static constexpr int CONSUMERS = DIM <= 64 ? 3 : 2;  // warpgroups
   static constexpr int STAGES = DIM <= 64 ? 3 : 2;  // of the rings of keys and of values
   static constexpr bool TAKES_TURNS = true;
-  static constexpr int PRODUCER_REGISTERS = 56;
-  static constexpr int CONSUMER_REGISTERS = 224;
+  static constexpr int PRODUCER_REGISTERS = IS_QUANTIZED && DIM > 64 ? 88 : 56;
+  static constexpr int CONSUMER_REGISTERS = DIM <= 64 ? 152 : IS_QUANTIZED ? 208 : 224;
 };
 
 // Rows of DIM elements in panels of 64 columns; a panel's rows are 128 bytes, their chunks permuted as the tensor
@@ -60,6 +62,9 @@ template <class Tiles>
 struct HopperShared {
   RingBarriers<HopperMemory<Tiles>::QUERY_STAGES> queries;
   RingBarriers<Tiles::STAGES> keys, values;
+  // INT8: of the keys' stages and one more, so that a place is free again with the stage of the tile behind it.
+  static constexpr int TERMS = Tiles::IS_QUANTIZED ? Tiles::STAGES + 1 : 1;
+  KeyTerms<Tiles::KEYS> terms[TERMS];
   HopperJob jobs[HopperMemory<Tiles>::QUERY_STAGES];
   int next_job[2];
   int num_items;
@@ -100,6 +105,15 @@ struct KeyRange {
     end_tile = max(1, (end_key + KEYS - 1) / KEYS);  // a tile of no keys where a row sees none
   }
 };
+
+// Some of a KV head's keys, or their values, that make a tile; `blocks` is `blocks_of_tile`'s.
+struct HeadTile {
+  int kv_head, blocks, first_key, end_key;
+};
+
+// What copies tiles: in `prefill_producer.cuh`, of INT8 in `prefill_widening.cuh`.
+template <class Tiles, bool IS_QUANTIZED = Tiles::IS_QUANTIZED>
+struct TileCopier;
 
 // A row of a job as a token and a head of its group, from one row to the next `step` rows further.
 struct RowWalk {

@@ -3,7 +3,7 @@
 // a handful of instructions for every 16 rows.
 #pragma once
 
-#include "prefill_hopper_tiles.cuh"
+#include "prefill_widening.cuh"
 
 namespace pagetide {
 
@@ -94,12 +94,43 @@ __device__ __forceinline__ void arrive_full(Barrier& full, bool is_copied) {
   }
 }
 
+// Copies tiles of keys and values, one after the other, each when the stage that it goes to is free.
+template <class Tiles>
+struct TileCopier<Tiles, false> {
+  using Memory = HopperMemory<Tiles>;
+  using T = typename Tiles::T;
+  const AttentionParams& p;
+  unsigned char* smem;
+  HopperShared<Tiles>& shared;
+  const int thread;
+  RingPlace<Tiles::STAGES> k_place, v_place;
+
+  __device__ __forceinline__ void copy_keys(const HeadTile& tile) {
+    copy(shared.keys, k_place, smem + Memory::K_AT, p.k, p.k_strides, tile);
+  }
+  __device__ __forceinline__ void copy_values(const HeadTile& tile) {
+    copy(shared.values, v_place, smem + Memory::V_AT, p.v, p.v_strides, tile);
+  }
+  __device__ __forceinline__ void finish() {}  // nothing waits
+
+ private:
+  __device__ __forceinline__ void copy(RingBarriers<Tiles::STAGES>& ring, RingPlace<Tiles::STAGES>& place,
+                                       unsigned char* ring_smem, const void* gmem, const Strides& strides,
+                                       const HeadTile& tile) {
+    wait(ring.empty[place.stage], place.parity ^ 1);
+    load_panels<Tiles>(ring_smem + place.stage * Memory::TILE_BYTES,
+                       static_cast<const T*>(gmem) + tile.kv_head * strides.head, strides, tile.blocks, tile.first_key,
+                       tile.end_key, p, thread);
+    arrive_full(ring.full[place.stage], p.kv_aligned);
+    place.advance();
+  }
+};
+
 // The producer's life: jobs, an item for one KV head each, in turn from the last of the list (a sequence's last tokens
 // see the most keys). After its first, a thread block draws them as it comes to them; a step's draws are as many as its
 // jobs, as every block draws once in vain, so the last one knows to put the counter back.
 template <class Tiles>
 __device__ __forceinline__ void produce(const AttentionParams& p, unsigned char* smem, HopperShared<Tiles>& shared) {
-  using T = typename Tiles::T;
   using Memory = HopperMemory<Tiles>;
   constexpr int KEYS = Tiles::KEYS;
   const int thread = threadIdx.x % WARPGROUP;
@@ -107,7 +138,7 @@ __device__ __forceinline__ void produce(const AttentionParams& p, unsigned char*
   const int num_jobs = num_items * p.num_kv_heads;
   const int num_blocks = min(int(gridDim.x), num_jobs);
   RingPlace<Memory::QUERY_STAGES> q_place;
-  RingPlace<Tiles::STAGES> k_place, v_place;
+  TileCopier<Tiles> copier{p, smem, shared, thread};
 
   // What a job starts with, read while the last tile of the one before waits for its place.
   int job = blockIdx.x;
@@ -130,8 +161,6 @@ __device__ __forceinline__ void produce(const AttentionParams& p, unsigned char*
     const int kv_head = job % p.num_kv_heads;
     const KeyRange<KEYS> range(item, p);
     const int32_t* table = table_of_item();
-    const T* k_head = static_cast<const T*>(p.k) + kv_head * p.k_strides.head;
-    const T* v_head = static_cast<const T*>(p.v) + kv_head * p.v_strides.head;
 
     wait(shared.queries.empty[q_place.stage], q_place.parity ^ 1);  // the job that used this stage is written
     load_queries<Tiles>(smem + q_place.stage * Memory::QUERY_BYTES, item, kv_head, p, thread);
@@ -142,35 +171,26 @@ __device__ __forceinline__ void produce(const AttentionParams& p, unsigned char*
     arrive_full(shared.queries.full[q_place.stage], p.q_aligned);
     q_place.advance();
 
-    auto load_values = [&](int tile, int tile_blocks) {
-      wait(shared.values.empty[v_place.stage], v_place.parity ^ 1);
-      load_panels<Tiles>(smem + Memory::V_AT + v_place.stage * Memory::TILE_BYTES, v_head, p.v_strides, tile_blocks,
-                         tile * KEYS, range.end_key, p, thread);
-      arrive_full(shared.values.full[v_place.stage], p.kv_aligned);
-      v_place.advance();
-    };
     int later_blocks = 0;
-    for (int tile = range.end_tile - 1; tile >= range.begin_tile; --tile) {
+    for (int tile = range.end_tile - 1; tile >= range.begin_tile - 1; --tile) {  // its keys, the one before's values
       const int tile_blocks = next_blocks;
-      next_blocks = blocks_of(range, table, tile - 1);
-      wait(shared.keys.empty[k_place.stage], k_place.parity ^ 1);
-      load_panels<Tiles>(smem + Memory::K_AT + k_place.stage * Memory::TILE_BYTES, k_head, p.k_strides, tile_blocks,
-                         tile * KEYS, range.end_key, p, thread);
-      arrive_full(shared.keys.full[k_place.stage], p.kv_aligned);
-      k_place.advance();
-      if (tile + 1 < range.end_tile) load_values(tile + 1, later_blocks);
+      if (tile >= range.begin_tile) {
+        next_blocks = blocks_of(range, table, tile - 1);
+        copier.copy_keys({kv_head, tile_blocks, tile * KEYS, range.end_key});
+      } else {
+        if (thread == 0) {
+          shared.next_job[turn] = num_blocks + drawn;
+          if (drawn == num_jobs - 1) *p.arrivals = 0;
+        }
+        sync_named(HopperNamed<Tiles>::PRODUCER, WARPGROUP);  // it is there; the one before has been read
+        job = shared.next_job[turn];
+        read_item();
+      }
+      if (tile + 1 < range.end_tile) copier.copy_values({kv_head, later_blocks, (tile + 1) * KEYS, range.end_key});
       later_blocks = tile_blocks;
     }
-
-    if (thread == 0) {
-      shared.next_job[turn] = num_blocks + drawn;
-      if (drawn == num_jobs - 1) *p.arrivals = 0;
-    }
-    sync_named(HopperNamed<Tiles>::PRODUCER, WARPGROUP);  // it is there; the one before has been read
-    job = shared.next_job[turn];
-    read_item();
-    load_values(range.begin_tile, later_blocks);
   }
+  copier.finish();
 
   wait(shared.queries.empty[q_place.stage], q_place.parity ^ 1);
   if (thread == 0) {

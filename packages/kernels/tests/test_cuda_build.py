@@ -149,29 +149,31 @@ def assert_no_spills(said_by_ptxas: str) -> None:
         ((stored, loaded),) = re.findall(
             r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry
         )
-        allowed = 0 if architecture == "75" else 32
+        allowed = 0 if architecture == "75" else 96
         assert max(int(stored), int(loaded)) <= allowed, entry
 
 
-# One prefill and one decode kernel, and the shared memory of all of them on sm_75.
+# Two prefill kernels and a decode kernel, and the shared memory of all of them on sm_75.
 PROBE = """
 #include "decode_mma.cuh"
 #include "decode_simt.cuh"
 #include "prefill.cuh"
 namespace pagetide {
 constexpr int MAX = 64 * 1024;
-template <typename T, int DIM>
-constexpr bool MMA_FITS =
-    PrefillTiles<T, DIM>::bytes(75) <= MAX &&
-    DecodeMemory<MmaEngine<T, T, DIM, 1>>::bytes(75) <= MAX;
+template <typename T, typename KV, int DIM>
+constexpr bool MMA_FITS = PrefillTiles<T, KV, DIM>::bytes(75) <= MAX &&
+                          DecodeMemory<MmaEngine<T, KV, DIM, 1>>::bytes(75) <= MAX;
 template <int DIM>
 constexpr bool SIMT_FITS = DecodeMemory<SimtEngine<float, DIM>>::bytes(75) <= MAX &&
                            DecodeMemory<SimtEngine<Half, DIM>>::bytes(75) <= MAX &&
                            DecodeMemory<SimtEngine<int8_t, DIM>>::bytes(75) <= MAX;
-static_assert(MMA_FITS<Half, 64> && MMA_FITS<Half, 80> && MMA_FITS<Half, 96>, "64 KB");
-static_assert(MMA_FITS<Half, 128> && MMA_FITS<Half, 256>, "64 KB");
+static_assert(MMA_FITS<Half, Half, 64> && MMA_FITS<Half, Half, 80> && MMA_FITS<Half, Half, 96>);
+static_assert(MMA_FITS<Half, Half, 128> && MMA_FITS<Half, Half, 256>);
+static_assert(MMA_FITS<Half, int8_t, 64> && MMA_FITS<Half, int8_t, 128>);
+static_assert(MMA_FITS<Half, int8_t, 256>);
 static_assert(SIMT_FITS<64> && SIMT_FITS<128> && SIMT_FITS<256>, "64 KB");
-template void launch_prefill_instance<Half, 64>(const AttentionParams&, cudaStream_t);
+template void launch_prefill_instance<Half, Half, 64>(const AttentionParams&, cudaStream_t);
+template void launch_prefill_instance<Half, int8_t, 64>(const AttentionParams&, cudaStream_t);
 using Engine = MmaEngine<Half, Half, 64, 1>;
 template void launch_decode_instance<Engine>(const AttentionParams&, cudaStream_t);
 }  // namespace pagetide
@@ -194,26 +196,27 @@ def test_sm_75_code_uses_tensor_cores_within_its_limits(tmp_path: Path) -> None:
     assert sum(static) < 1024  # beside the dynamic shared memory that the probe asserts
     code = run([disassembler(), "-sass", str(cubin)])
     kernels = code.split("Function : ")[1:]
-    assert len(kernels) == 2
+    assert len(kernels) == 3
     for kernel in kernels:
         assert "HMMA.1688.F32" in kernel, kernel[:200]
 
 
-def test_hopper_code_multiplies_by_warpgroups_without_waiting(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored", ["f16", "f16_i8"])
+def test_hopper_code_multiplies_by_warpgroups_without_waiting(stored: str, tmp_path: Path) -> None:
     """HGMMA in every kernel, and none of the compiler's notes that it had to serialise them."""
     toolchain = nvcc_toolchain()
     cubin = tmp_path / "hopper.cubin"
     said = run(
         [str(toolchain.nvcc), "-ccbin", str(toolchain.host_compiler), "-std=c++17", "-O3", "-I",
          str(PACKAGE / "csrc"), "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v", "-cubin",
-         "-o", str(cubin), str(PACKAGE / "csrc" / "instances" / "prefill_hopper_f16.cu")]
+         "-o", str(cubin), str(PACKAGE / "csrc" / "instances" / f"prefill_hopper_{stored}.cu")]
     )  # fmt: skip
     assert_no_spills(said)
     assert "serialized" not in said, said
     kernels = run([disassembler(), "-sass", str(cubin)]).split("Function : ")[1:]
     assert len(kernels) == 2
     for kernel in kernels:
-        assert "HGMMA.64x128x16.F32" in kernel, kernel[:200]
+        assert re.search(r"HGMMA\.64x(96|128)x16\.F32", kernel), kernel[:200]
 
 
 @pytest.mark.long

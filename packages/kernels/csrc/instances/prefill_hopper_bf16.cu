@@ -1,6 +1,6 @@
 #include "../prefill_hopper.cuh"
 
 namespace pagetide {
-template bool launch_prefill_hopper_instance<BFloat, 64>(const AttentionParams&, cudaStream_t);
-template bool launch_prefill_hopper_instance<BFloat, 128>(const AttentionParams&, cudaStream_t);
+template bool launch_prefill_hopper_instance<BFloat, BFloat, 64>(const AttentionParams&, cudaStream_t);
+template bool launch_prefill_hopper_instance<BFloat, BFloat, 128>(const AttentionParams&, cudaStream_t);
 }  // namespace pagetide

@@ -30,8 +30,8 @@ _SCHEMAS = {
         "(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor? k_scales, Tensor? v_scales, "
         "Tensor decode_items, Tensor prefill_items, Tensor query_start_loc, Tensor block_tables, "
         "Tensor(b!) states, Tensor(c!) sums, Tensor(d!) arrivals, float scale, float soft_cap, "
-        "int window, int path, int decode_head_dim, int prefill_head_dim, int num_runs, "
-        "int row_tiles, int cluster_size)"
+        "int window, int path, int decode_head_dim, int prefill_head_dim, int prefill_rows, "
+        "int num_runs, int row_tiles, int cluster_size)"
     ),
     "store_kv": (
         "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scales, "

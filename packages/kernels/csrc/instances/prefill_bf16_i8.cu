@@ -1,0 +1,7 @@
+#include "../prefill.cuh"
+
+namespace pagetide {
+template void launch_prefill_instance<BFloat, int8_t, 64>(const AttentionParams&, cudaStream_t);
+template void launch_prefill_instance<BFloat, int8_t, 128>(const AttentionParams&, cudaStream_t);
+template void launch_prefill_instance<BFloat, int8_t, 256>(const AttentionParams&, cudaStream_t);
+}  // namespace pagetide
