@@ -137,7 +137,7 @@ MUTANTS = (
     Mutant(
         "values behind the last key not masked",
         "softmax_state",
-        "IS_PAIRED, IS_MASKED and not IS_QUANTIZED)",
+        "IS_PAIRED, not IS_QUANTIZED)",
         "IS_PAIRED, False)",
         "one tile",
     ),
@@ -171,7 +171,7 @@ MUTANTS = (
     ),
     Mutant(
         "scores not masked",
-        "tiles",
+        "softmax_state",
         'scores = tl.where(is_visible, scores, float("-inf"))',
         "scores = scores",
         "one tile",
@@ -291,16 +291,23 @@ MUTANTS = (
     Mutant(
         "a leaf dropped in the merge",
         "decode",
-        "for base in tl.range(MERGED_AT_ONCE, num_leaves, MERGED_AT_ONCE):",
-        "for base in tl.range(MERGED_AT_ONCE, num_leaves - 1, MERGED_AT_ONCE):",
+        "for base in tl.range(AT_ONCE, count, AT_ONCE):",
+        "for base in tl.range(AT_ONCE, count - 1, AT_ONCE):",
         "ragged",
     ),
     Mutant(
         "leaves beyond the last merged",
         "decode",
-        "is_there = base + i < num_leaves",
-        "is_there = base + i <= num_leaves",
+        "state + (base + i) * stride, base + i < count",
+        "state + (base + i) * stride, base + i <= count",
         "alone",
+    ),
+    Mutant(
+        "a group's state looked for at its second leaf",
+        "decode",
+        "GROUP * NUM_KV_HEADS, tl.cdiv(num_leaves, GROUP)",
+        "NUM_KV_HEADS, tl.cdiv(num_leaves, GROUP)",
+        "leaves",
     ),
     Mutant(
         "the first program to arrive merges",
@@ -362,8 +369,8 @@ MUTANTS = (
     Mutant(
         "decode's tiles taken without a mask",
         "decode",
-        "HAS_WINDOW, HAS_SOFT_CAP, True,",
-        "HAS_WINDOW, HAS_SOFT_CAP, False,",
+        "blocks, tile, True,",
+        "blocks, tile, False,",
         "one tile",
     ),
     Mutant(
@@ -390,9 +397,16 @@ MUTANTS = (
     Mutant(
         "prefill's mask begins one tile late",
         "prefill",
-        "    masked_from = (first_position + 1) // TILE\n",
-        "    masked_from = (first_position + TILE) // TILE\n",
+        "    seen_until = (first_position + 1) // TILE\n",
+        "    seen_until = (first_position + TILE) // TILE\n",
         "half tiles",
+    ),
+    Mutant(
+        "prefill's window masks one tile too few",
+        "prefill",
+        "seen_from = tl.cdiv(tl.maximum(first_position + TOKENS - window, 0), TILE)",
+        "seen_from = tl.maximum(first_position + TOKENS - window, 0) // TILE",
+        "tiles",
     ),
     Mutant(
         "prefill's window begins one tile late",

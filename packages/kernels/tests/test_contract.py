@@ -256,10 +256,11 @@ def test_any_order_of_the_caches_dimensions(backend: str, device: str, order: tu
 def test_tiles_and_blocks_need_not_fit(
     backend: str, device: str, dtypes: tuple, head_dim: int, block_size: int
 ) -> None:
-    """A tile of several blocks, a block of several tiles, and ends within both."""
+    """A tile of several blocks, a block of several tiles, and ends within both, of windows too."""
     case = dataclasses.replace(
-        PLAIN, dtypes=dtypes, heads=(3, 1), head_dim=head_dim, block_size=block_size
-    )
+        PLAIN, dtypes=dtypes, heads=(3, 1), head_dim=head_dim, block_size=block_size,
+        window=100 if block_size == 64 else None,
+    )  # fmt: skip
     problem = Problem(case, device, sequences=[(1, 165), (20, 150), (1, 97), (17, 64)])
     layer = problem.fill_cache("reference", "nan")
     got, exact = problem.attend(backend, layer), problem.dense(layer, torch.float64)

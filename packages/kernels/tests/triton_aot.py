@@ -163,7 +163,10 @@ def compile_job(job: Job) -> dict[str, Any]:
     compiled = triton.compile(
         ASTSource(kernel, signature, constexprs=constants, attrs=attributes),
         target=GPUTarget("cuda", job.architecture, 32),
-        options={"num_warps": num_warps},
+        options={
+            "num_warps": num_warps,
+            "maxnreg": tuning.decode_registers if job.kernel == "decode" else None,
+        },
     )
     return {
         "kernel": job.kernel,

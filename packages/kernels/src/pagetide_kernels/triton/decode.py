@@ -85,19 +85,17 @@ def _load_state(
 
 @triton.jit
 def _largest_maximum(
-    sums, state, num_leaves, num_rows, is_grouped,
-    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, ROWS: tl.constexpr, STATE_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Each row's largest score in any of a sequence's leaves, float32 [ROWS]."""
+    sums, state, stride, count, num_rows, ROWS: tl.constexpr, STATE_ROWS: tl.constexpr
+):
+    """Each row's largest maximum in any of a sequence's states, float32 [ROWS]."""
     row = tl.arange(0, ROWS)
-    leaf = tl.arange(0, _MAXIMA_AT_ONCE)
+    number = tl.arange(0, _MAXIMA_AT_ONCE)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
-    for base in tl.range(0, num_leaves, _MAXIMA_AT_ONCE):
-        index = (state + (base + leaf) * NUM_KV_HEADS).to(tl.int64)
-        is_there = (base + leaf < num_leaves) & ((leaf % GROUP == 0) | (not is_grouped))
+    for base in tl.range(0, count, _MAXIMA_AT_ONCE):
+        index = (state + (base + number) * stride).to(tl.int64)
         m = tl.load(
             sums + (index * (2 * STATE_ROWS))[:, None] + row[None, :],
-            mask=is_there[:, None] & (row < num_rows)[None, :],
+            mask=(base + number < count)[:, None] & (row < num_rows)[None, :],
             other=float("-inf"),
             cache_modifier=".cg",
         )
@@ -107,22 +105,15 @@ def _largest_maximum(
 
 @triton.jit
 def _load_states(
-    states, sums, state, base, num_leaves, num_rows, is_grouped, COUNT: tl.constexpr,
-    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-    STATE_ROWS: tl.constexpr,
+    states, sums, state, stride, base, count, num_rows, AT_ONCE: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, STATE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`COUNT` states from the leaf `base` on, all asked for before the first is waited for.
-
-    Of grouped leaves the first has the group's state, and the others have none.
-    """
+    """`AT_ONCE` states from number `base` on, all asked for before the first is waited for."""
     loaded = ()
-    for i in tl.static_range(COUNT):
-        is_there = base + i < num_leaves
-        if i % GROUP != 0:
-            is_there &= not is_grouped
+    for i in tl.static_range(AT_ONCE):
         loaded = loaded + (  # type: ignore[assignment]  # noqa: RUF005 (no unpacking in Triton)
             _load_state(
-                states, sums, state + (base + i) * NUM_KV_HEADS, is_there, num_rows,
+                states, sums, state + (base + i) * stride, base + i < count, num_rows,
                 ROWS, DIM, STATE_ROWS,
             ),
         )  # fmt: skip
@@ -139,6 +130,29 @@ def _add_states(l, acc, largest, loaded, GROUP: tl.constexpr, DTYPE: tl.constexp
                 group_m, group_l, group_acc, loaded[i][0], loaded[i][1], loaded[i][2], DTYPE
             )
         l, acc = add_state(l, acc, largest, group_m, group_l, group_acc, DTYPE)
+    return l, acc
+
+
+@triton.jit
+def _merged(
+    states, sums, state, stride, count, num_rows, AT_ONCE: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, STATE_ROWS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """`l` and `acc` of all of a sequence's keys: `count` states, `stride` apart, by groups."""
+    # The first states and all maxima are asked for together.
+    loaded = _load_states(
+        states, sums, state, stride, 0, count, num_rows, AT_ONCE, ROWS, DIM, STATE_ROWS
+    )
+    largest = _largest_maximum(sums, state, stride, count, num_rows, ROWS, STATE_ROWS)
+    l, acc = _add_states(
+        tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIM], tl.float32), largest, loaded,
+        GROUP, DTYPE,
+    )  # fmt: skip
+    for base in tl.range(AT_ONCE, count, AT_ONCE):
+        loaded = _load_states(
+            states, sums, state, stride, base, count, num_rows, AT_ONCE, ROWS, DIM, STATE_ROWS
+        )
+        l, acc = _add_states(l, acc, largest, loaded, GROUP, DTYPE)
     return l, acc
 
 
@@ -256,11 +270,11 @@ def decode_kernel(
         group_acc = parts[0]
     for tile in tl.range(first_leaf * leaf_tiles, end_tile, num_stages=STAGES):
         m, l, acc = accumulate(
-            m, l, acc, q_parts, k_head, v_head, k_scale_head, v_scale_head, blocks, tile,
+            m, l, acc, q_parts, k_head, v_head, k_scale_head, v_scale_head, blocks, tile, True,
             positions, seq_len, scale, soft_cap, window, k_block_stride, k_slot_stride,
             v_block_stride, v_slot_stride, scale_block_stride, scale_slot_stride,
             HEAD_DIM, DIM, BLOCK_SIZE, TILE, DTYPE, IS_QUANTIZED, IS_PAIRED, SAME_STRIDES,
-            HAS_WINDOW, HAS_SOFT_CAP, True,
+            HAS_WINDOW, HAS_SOFT_CAP,
         )  # fmt: skip
         blocks = tile_blocks(table, tile + 1, seq_len, TILE, BLOCK_SIZE)
         ends_leaf = ((tile + 1) & (leaf_tiles - 1) == 0) | (tile + 1 == num_tiles)
@@ -306,24 +320,21 @@ def decode_kernel(
         return
     num_leaves = tl.cdiv(num_tiles, leaf_tiles)
     num_rows = query_len * GROUP_SIZE
-    # The first states and all maxima are asked for together.
-    loaded = _load_states(
-        states, sums, state, 0, num_leaves, num_rows, is_grouped,
-        MERGED_AT_ONCE, GROUP, NUM_KV_HEADS, MERGE_ROWS, DIM, STATE_ROWS,
-    )  # fmt: skip
-    largest = _largest_maximum(
-        sums, state, num_leaves, num_rows, is_grouped, GROUP, NUM_KV_HEADS, MERGE_ROWS, STATE_ROWS
-    )
-    all_l, all_acc = _add_states(
-        tl.zeros([MERGE_ROWS], tl.float32), tl.zeros([MERGE_ROWS, DIM], tl.float32), largest,
-        loaded, GROUP, DTYPE,
-    )  # fmt: skip
-    for base in tl.range(MERGED_AT_ONCE, num_leaves, MERGED_AT_ONCE):
-        loaded = _load_states(
-            states, sums, state, base, num_leaves, num_rows, is_grouped,
-            MERGED_AT_ONCE, GROUP, NUM_KV_HEADS, MERGE_ROWS, DIM, STATE_ROWS,
+    if GROUP == 1:
+        all_l, all_acc = _merged(
+            states, sums, state, NUM_KV_HEADS, num_leaves, num_rows,
+            MERGED_AT_ONCE, 1, MERGE_ROWS, DIM, STATE_ROWS, DTYPE,
         )  # fmt: skip
-        all_l, all_acc = _add_states(all_l, all_acc, largest, loaded, GROUP, DTYPE)
+    elif is_grouped:
+        all_l, all_acc = _merged(
+            states, sums, state, GROUP * NUM_KV_HEADS, tl.cdiv(num_leaves, GROUP), num_rows,
+            MERGED_AT_ONCE, 1, MERGE_ROWS, DIM, STATE_ROWS, DTYPE,
+        )  # fmt: skip
+    else:
+        all_l, all_acc = _merged(
+            states, sums, state, NUM_KV_HEADS, num_leaves, num_rows,
+            MERGED_AT_ONCE, GROUP, MERGE_ROWS, DIM, STATE_ROWS, DTYPE,
+        )  # fmt: skip
     _write_output(
         out, all_l, all_acc, first_token, query_len, kv_head,
         out_token_stride, out_head_stride, GROUP_SIZE, HEAD_DIM,

@@ -2,9 +2,8 @@
 
 An item is a run of one sequence's query tokens for one KV head; the rows of its tile are those
 tokens times the query heads of the group, so each key is read once for all of them (Dao 2023;
-grouped as in Ainslie et al. 2023). Tiles that every row sees whole need no mask; the diagonal ones
-do. A row's bits do not depend on the rows beside it: a tile of which it sees no key leaves its
-state untouched.
+grouped as in Ainslie et al. 2023). Tiles of which every row sees all keys skip the mask. A row's
+bits do not depend on the rows beside it: a tile of which it sees no key leaves its state untouched.
 """
 
 from __future__ import annotations
@@ -56,11 +55,12 @@ def prefill_kernel(
     first_position = seq_len - query_len + first_query
     end_key = tl.minimum(first_position + TOKENS, seq_len)
     end_tile = tl.cdiv(end_key, TILE)
-    first_tile = 0
-    masked_from = (first_position + 1) // TILE
+    # Of the tiles between these two every row sees all keys.
+    first_tile, seen_from = 0, 0
+    seen_until = (first_position + 1) // TILE
     if HAS_WINDOW:
         first_tile = tl.maximum(first_position - window + 1, 0) // TILE
-        masked_from = first_tile
+        seen_from = tl.cdiv(tl.maximum(first_position + TOKENS - window, 0), TILE)
     # The first blocks are asked for before the queries: both trips to memory in the time of one.
     table = block_tables + table_row.to(tl.int64) * table_stride
     blocks = tile_blocks(table, first_tile, seq_len, TILE, BLOCK_SIZE)
@@ -85,22 +85,14 @@ def prefill_kernel(
     v_scale_head = v_scales + kv_head.to(tl.int64) * scale_head_stride
 
     m, l, acc = new_state(ROWS, DIM, IS_PAIRED)
-    for tile in tl.range(first_tile, masked_from, num_stages=STAGES):
+    for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
         m, l, acc = accumulate(
             m, l, acc, q_parts, k_head, v_head, k_scale_head, v_scale_head, blocks, tile,
-            positions, seq_len, scale, soft_cap, window, k_block_stride, k_slot_stride,
-            v_block_stride, v_slot_stride, scale_block_stride, scale_slot_stride,
+            (tile < seen_from) | (tile >= seen_until), positions, seq_len, scale, soft_cap, window,
+            k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
+            scale_block_stride, scale_slot_stride,
             HEAD_DIM, DIM, BLOCK_SIZE, TILE, DTYPE, IS_QUANTIZED, IS_PAIRED, SAME_STRIDES,
-            HAS_WINDOW, HAS_SOFT_CAP, False,
-        )  # fmt: skip
-        blocks = tile_blocks(table, tile + 1, seq_len, TILE, BLOCK_SIZE)
-    for tile in tl.range(masked_from, end_tile, num_stages=STAGES):
-        m, l, acc = accumulate(
-            m, l, acc, q_parts, k_head, v_head, k_scale_head, v_scale_head, blocks, tile,
-            positions, seq_len, scale, soft_cap, window, k_block_stride, k_slot_stride,
-            v_block_stride, v_slot_stride, scale_block_stride, scale_slot_stride,
-            HEAD_DIM, DIM, BLOCK_SIZE, TILE, DTYPE, IS_QUANTIZED, IS_PAIRED, SAME_STRIDES,
-            HAS_WINDOW, HAS_SOFT_CAP, True,
+            HAS_WINDOW, HAS_SOFT_CAP,
         )  # fmt: skip
         blocks = tile_blocks(table, tile + 1, seq_len, TILE, BLOCK_SIZE)
     result = whole(acc, IS_PAIRED) / tl.where(l == 0.0, 1.0, l)[:, None]

@@ -1,7 +1,8 @@
 """The state of an online softmax, and the one way states become one.
 
-A state over a set of keys is `(m, l, acc)`: the largest score in the units of `power`, the sum of
-`e^(s - m)`, and the sum of `e^(s - m) * v`. Attention is `acc / l`. States over disjoint keys merge
+A state over a set of keys is `(m, l, acc)`: the largest score in the units of `power` (with INT8
+values another reference, see `reference_for`), the sum of `e^(s - m)`, and the sum of
+`e^(s - m) * v`. Attention is `acc / l`. States over disjoint keys merge
 by bringing all to the largest maximum (Milakov and Gimelshein 2018; Dao 2023): a maximum is exact
 in any order, and the sums are taken in the order of the keys. The fused multiply-add is written
 out, because a compiler may fuse or not, and chooses by context.
@@ -16,8 +17,8 @@ from pagetide_kernels.triton.tiles import (
     key_parts,
     key_pointers,
     load_tile,
-    masked_scores,
     power,
+    raw_scores,
     reference_for,
     value_parts,
     weighted_values,
@@ -66,14 +67,13 @@ def add_state(l, acc, largest, m_b, l_b, acc_b, DTYPE: tl.constexpr):
 
 @triton.jit
 def accumulate(
-    m, l, acc, q, k_cache, v_cache, k_scales, v_scales, blocks, tile, positions, seq_len,
+    m, l, acc, q, k_cache, v_cache, k_scales, v_scales, blocks, tile, is_masked, positions, seq_len,
     scale, soft_cap, window,
     k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
     scale_block_stride, scale_slot_stride,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     DTYPE: tl.constexpr, IS_QUANTIZED: tl.constexpr, IS_PAIRED: tl.constexpr,
     SAME_STRIDES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
-    IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """The state after one more tile of keys.
 
@@ -83,12 +83,12 @@ def accumulate(
         k_cache, v_cache, k_scales, v_scales: the KV head's share of the cache.
         blocks: the tile's blocks.
         tile: which tile of the sequence's keys.
+        is_masked: whether some row may not see some key of the tile.
         positions: int32 [ROWS], each row's own position.
         IS_PAIRED: whether the cache is given as int16 pairs of INT8 values, which halve what it
             takes to widen them; each pair's first value belongs to one part, its second to the
             other.
         SAME_STRIDES: whether keys and values are strided alike, so that one offset serves both.
-        IS_MASKED: whether some row may not see some key of the tile.
     """
     keys = tile * TILE + tl.arange(0, TILE)
     is_owned = keys < seq_len
@@ -102,10 +102,7 @@ def accumulate(
         # shared memory; of a shorter one each thread would fetch all that it needs by itself.
         is_value = tl.arange(0, 2) == 1
         both_at = tl.where(is_value[None, :], v_scales, k_scales) + scale_at[:, None]
-        if IS_MASKED:
-            scales = tl.load(both_at, mask=is_owned[:, None], other=0.0)
-        else:
-            scales = tl.load(both_at)
+        scales = tl.load(both_at, mask=is_owned[:, None], other=0.0)
         k_scale, v_scale = tl.split(scales)
     if SAME_STRIDES:
         v_block_stride, v_slot_stride = k_block_stride, k_slot_stride
@@ -115,16 +112,14 @@ def accumulate(
     k_at = key_pointers(k_cache, blocks, tile, k_block_stride, k_slot_stride, TILE, BLOCK_SIZE)
     v_at = key_pointers(v_cache, blocks, tile, v_block_stride, v_slot_stride, TILE, BLOCK_SIZE)
     k = load_tile(k_at, is_owned, HEAD_DIM, DIM, IS_PAIRED, False)
-    v = load_tile(v_at, is_owned, HEAD_DIM, DIM, IS_PAIRED, IS_MASKED and not IS_QUANTIZED)
-    is_visible = True
-    if IS_MASKED:
+    v = load_tile(v_at, is_owned, HEAD_DIM, DIM, IS_PAIRED, not IS_QUANTIZED)
+    k, v = key_parts(k, DTYPE, IS_PAIRED), value_parts(v, DTYPE, IS_PAIRED)
+    scores, unit = raw_scores(q, k, k_scale, scale, soft_cap, DTYPE, IS_QUANTIZED, HAS_SOFT_CAP)
+    if is_masked:
         is_visible = keys[None, :] <= positions[:, None]
         if HAS_WINDOW:
             is_visible &= keys[None, :] > positions[:, None] - window
-    k, v = key_parts(k, DTYPE, IS_PAIRED), value_parts(v, DTYPE, IS_PAIRED)
-    scores, unit = masked_scores(
-        q, k, k_scale, is_visible, scale, soft_cap, DTYPE, IS_QUANTIZED, HAS_SOFT_CAP, IS_MASKED
-    )
+        scores = tl.where(is_visible, scores, float("-inf"))
     largest = tl.max(scores, axis=1) * unit
     if IS_QUANTIZED:
         largest = reference_for(largest, v_scale, scores.shape, DTYPE)

@@ -14,10 +14,10 @@ __all__ = [
     "key_parts",
     "key_pointers",
     "load_tile",
-    "masked_scores",
     "narrow",
     "power",
     "query_parts",
+    "raw_scores",
     "reference_for",
     "tile_blocks",
     "value_parts",
@@ -246,15 +246,14 @@ def _apart(a, b):
 
 
 @triton.jit
-def masked_scores(
-    q, k, k_scale, is_visible, scale, soft_cap,
+def raw_scores(
+    q, k, k_scale, scale, soft_cap,
     dtype: tl.constexpr, IS_QUANTIZED: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
-    IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Scores not yet scaled, and the positive factor that brings them to the units of `power`.
 
     Scaling waits for the maximum to be subtracted, because both are then one multiply-add. The
-    scores are float32 [ROWS, KEYS], -inf where a row does not see a key.
+    scores are float32 [ROWS, KEYS].
 
     Args:
         q, k: queries and keys in the same parts.
@@ -271,8 +270,6 @@ def masked_scores(
     if HAS_SOFT_CAP:
         scores = soft_cap * _tanh(scores * (scale / soft_cap), dtype)
         scale = 1.0
-    if IS_MASKED:
-        scores = tl.where(is_visible, scores, float("-inf"))
     UNIT: tl.constexpr = 1.0 if dtype == tl.float32 else LOG2_E
     return scores, scale * UNIT
 

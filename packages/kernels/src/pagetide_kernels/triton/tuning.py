@@ -1,8 +1,8 @@
 """Tile sizes, warps and stages: one static choice a shape and kind of card.
 
 The tile along the keys and the cut into leaves are part of the arithmetic (exactness level 1), so
-nothing here may depend on a batch. They do not depend on the card either; what a card's shared
-memory decides is how many rows a prefill tile has. The choices were measured on an H200.
+nothing here may depend on a batch. What a card's shared memory decides is the prefill tile. The
+choices were measured on an H200.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def shared_memory_limit(capability: tuple[int, int]) -> int:
 
 def tuning_for(shape: AttentionShape, capability: tuple[int, int]) -> Tuning:
     """The choice for a model's shape on a card of that compute capability."""
-    is_small = shared_memory_limit(capability) < 160 * 1024
+    memory = shared_memory_limit(capability)
+    is_small = memory < 160 * 1024
     dim = max(32, triton.next_power_of_2(shape.head_dim))
     rows = max(16, triton.next_power_of_2(shape.group_size))
     overlaps = capability >= (9, 0)
@@ -100,9 +101,10 @@ def tuning_for(shape: AttentionShape, capability: tuple[int, int]) -> Tuning:
             overlaps=overlaps, prefill_rows=max(64, rows), prefill_tile=32, prefill_stages=2,
         )  # fmt: skip
     if dim == 128:
+        # As many keys as dims, where they fit: scores and sums then have one layout.
         prefill = Tuning(
-            dim, decode_rows=rows, overlaps=overlaps, prefill_rows=128 if is_small else 256,
-            prefill_warps=8 if is_small else 16, prefill_stages=2 if is_small else 3,
+            dim, decode_rows=rows, overlaps=overlaps, prefill_tile=64 if is_small else 128,
+            prefill_warps=8, prefill_stages=2 if memory < 200 * 1024 or shape.is_quantized else 3,
         )  # fmt: skip
         if rows > 16:
             return replace(prefill, tile=64, min_leaf_tiles=2, decode_stages=2, programs_an_sm=2)
@@ -112,13 +114,15 @@ def tuning_for(shape: AttentionShape, capability: tuple[int, int]) -> Tuning:
                 programs_an_sm=8,
             )  # fmt: skip
         return replace(
-            prefill, tile=64, min_leaf_tiles=2, group=4, decode_warps=2, decode_stages=2,
+            prefill, group=4, decode_warps=8, decode_stages=2, decode_registers=128,
+            programs_an_sm=2,
         )  # fmt: skip
     prefill = Tuning(dim, decode_rows=rows, overlaps=overlaps, prefill_rows=max(128, rows))
     if shape.group_size < 4:
         # Many KV heads, so many programs: a warp each, which has nobody to wait for.
         return replace(
-            prefill, tile=32, leaf_growth=64, min_leaf_tiles=4, decode_warps=1, decode_stages=3,
-            programs_an_sm=8, overlaps=False,
+            prefill, tile=32, leaf_growth=64, min_leaf_tiles=4, decode_warps=1,
+            decode_stages=2 if shape.is_quantized else 3,
+            programs_an_sm=12 if shape.is_quantized else 8, overlaps=False,
         )  # fmt: skip
-    return replace(prefill, tile=128, decode_warps=4, decode_stages=2)
+    return replace(prefill, decode_stages=2, programs_an_sm=3 if shape.is_quantized else 4)
