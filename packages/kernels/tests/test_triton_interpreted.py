@@ -54,5 +54,5 @@ def test_the_contract_holds_interpreted(shards: list[subprocess.Popen[str]], ind
     output, _ = shards[index].communicate()
     assert shards[index].returncode == 0, output
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", output)}
-    assert 120 <= counts["passed"] <= 150, output  # at most 300 cases in all
+    assert 120 <= counts["passed"] <= 160, output  # at most 320 cases in all
     assert "skipped" not in counts, output
