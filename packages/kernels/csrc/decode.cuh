@@ -8,8 +8,8 @@
 // The walk. An item is a run of one sequence's leaves; a thread block walks one item, or several in a row, for one
 // row tile of one KV head. Where its item is a whole sequence it merges the leaves in registers and writes the
 // output. Otherwise several blocks have a part, and one of them merges what all left, in the same order: the first
-// block of a cluster, out of the others' shared memory, or, without clusters, the last block to arrive, out of
-// global memory. One launch, the same bits.
+// block of a cluster, to whose shared memory the others send theirs, or, without clusters, the last block to arrive,
+// out of global memory. One launch, the same bits.
 //
 // The engine says how a warp multiplies: on tensor cores (`decode_mma.cuh`) or CUDA cores (`decode_simt.cuh`).
 // Each warp has a ring of tiles of its own in shared memory and fills it itself, and the warps' states of a leaf
@@ -24,16 +24,8 @@
 
 namespace pagetide {
 
-// Shared memory that one thread block may use, by the architecture the kernel was compiled for.
-__host__ __device__ constexpr int shared_budget(int arch, int head_dim) {
-  if (arch < 80) return 63 * 1024;
-  const bool is_large = arch >= 90 && arch < 120;  // 227 KB a multiprocessor; the others 99 KB
-  if (head_dim <= 64) return is_large ? 74 * 1024 : 48 * 1024;
-  return is_large ? 115456 : 99 * 1024;
-}
-
 // How an engine's thread block divides its shared memory: the engine's own, the warps' rings, totals, the warps' states,
-// and in a cluster the states of its leaves.
+// and in a cluster's first block the states of the others' leaves.
 template <class Engine>
 struct DecodeMemory {
   static constexpr int TILE_BYTES = Engine::TILE * Engine::Layout::ROW_BYTES;
@@ -45,25 +37,35 @@ struct DecodeMemory {
   static_assert(Engine::ROWS == 8 || Total<Engine>::BYTES == 0, "the memory of a total is that of eight rows");
   static constexpr int STATE_BYTES = StateLayout<Engine>::FLOATS * 4;
   static constexpr int ALL_STATE_BYTES = Engine::WARPS * STATE_BYTES;
-  static constexpr int CLUSTER_LEAVES = 4;  // of one thread block
+  static constexpr int CLUSTER_LEAVES = Engine::DIM <= 64 ? 16 : 8;  // of a sequence; one is the first block's own
   static constexpr int MAX_STAGES = Engine::DIM <= 64 ? 2 : 3;
 
+  // What one thread block may use: its part of 228 KB on a large card (each block takes 1 KB and some besides), of
+  // 99 KB on others, and there a half if that is enough.
+  __host__ __device__ static constexpr bool is_large(int arch) { return arch >= 90 && arch < 120; }
+  __host__ __device__ static constexpr int budget(int arch) {
+    if (is_large(arch)) return 228 * 1024 / Engine::MIN_BLOCKS - 1280;
+    constexpr int HALF = 48 * 1024;
+    return FIXED_BYTES + ALL_STATE_BYTES + 2 * STEP_BYTES <= HALF ? HALF : 99 * 1024;
+  }
+  // Without asynchronous copies a tile is copied when its turn has come, and the states take the tiles' place.
+  __host__ __device__ static constexpr bool is_async(int arch) { return arch >= 80; }
   // Two buffers of states let a warp go on while others finish a leaf. Where leaves are long, a stage more is better.
   __host__ __device__ static constexpr int buffers(int arch) {
-    if (Engine::DIM > 64) return 1;
-    return shared_budget(arch, Engine::DIM) - FIXED_BYTES >= 2 * ALL_STATE_BYTES + 2 * STEP_BYTES ? 2 : 1;
+    if (Engine::DIM > 64 || !is_large(arch)) return 1;
+    return budget(arch) - FIXED_BYTES >= 2 * ALL_STATE_BYTES + 2 * STEP_BYTES ? 2 : 1;
   }
   __host__ __device__ static constexpr int stages(int arch) {
-    if (arch < 80) return 1;
-    const int left = shared_budget(arch, Engine::DIM) - FIXED_BYTES - buffers(arch) * ALL_STATE_BYTES;
-    const int fit = left / STEP_BYTES;
+    if (!is_async(arch)) return 1;
+    const int fit = (budget(arch) - FIXED_BYTES - buffers(arch) * ALL_STATE_BYTES) / STEP_BYTES;
     return fit > MAX_STAGES ? MAX_STAGES : fit > 1 ? fit : 1;
   }
-  // Of a cluster's thread block, where there are clusters; others leave the last part out.
+  // Of a cluster's thread blocks, where there are clusters; others leave the last part out.
   __host__ __device__ static constexpr int cluster_bytes(int arch) {
-    return arch >= 90 && arch < 120 ? CLUSTER_LEAVES * STATE_BYTES : 0;
+    return is_large(arch) ? (CLUSTER_LEAVES - 1) * STATE_BYTES : 0;
   }
   __host__ __device__ static constexpr int bytes(int arch) {
+    if (!is_async(arch)) return FIXED_BYTES + (STEP_BYTES > ALL_STATE_BYTES ? STEP_BYTES : ALL_STATE_BYTES);
     return FIXED_BYTES + stages(arch) * STEP_BYTES + buffers(arch) * ALL_STATE_BYTES + cluster_bytes(arch);
   }
 };
@@ -93,19 +95,21 @@ __device__ __forceinline__ void zero_padding(const AttentionParams& p, int kv_he
 
 // Grid (thread blocks of a KV head's row tile, KV heads, row tiles).
 template <class Engine>
-__global__ void __launch_bounds__(Engine::WARPS* WARP, Engine::MIN_BLOCKS)
+__global__ void __launch_bounds__(Engine::WARPS* WARP, COMPILED_ARCH < 80 ? 1 : Engine::MIN_BLOCKS)
     decode_kernel(const __grid_constant__ AttentionParams p) {
   using Memory = DecodeMemory<Engine>;
   using Share = RowShare<Engine>;
   using State = typename Share::State;
   constexpr int STAGES = Memory::stages(COMPILED_ARCH);
   constexpr int BUFFERS = Memory::buffers(COMPILED_ARCH);
+  constexpr bool IS_ASYNC = Memory::is_async(COMPILED_ARCH);
   constexpr int PASSES = Engine::ROWS / Share::ROWS;
   constexpr int STATE_FLOATS = StateLayout<Engine>::FLOATS;
   constexpr int STEP_KEYS = Walk<Engine>::STEP_KEYS;
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ uint32_t finished;  // leaves that warps have announced, all of them together
   __shared__ bool is_last;
+  __shared__ uint64_t sent;  // counts what the others of a cluster send to its first block
 
   // Thread blocks of a cluster are neighbours.
   const int run = blockIdx.x;
@@ -113,17 +117,27 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, Engine::MIN_BLOCKS)
   const int row_tile = blockIdx.z;
   const int heads = p.num_kv_heads * p.row_tiles;
   const int head = kv_head * p.row_tiles + row_tile;
-  const int warp = threadIdx.x / WARP;
-  const int* item_words = reinterpret_cast<const int*>(p.decode_items) + threadIdx.x % WARP;
-  int words = __ldg(item_words + (run < p.num_runs ? run : run + p.num_seqs + 1) * DECODE_ITEM_WORDS);
+  const int warp = kept(threadIdx.x / WARP);
 
-  const uint32_t ring = kept(shared_address(smem) + Engine::OWN_BYTES + warp * (STAGES * Memory::STAGE_BYTES));
-  const uint32_t ring_end = ring + STAGES * Memory::STAGE_BYTES;
-  float* total_smem = reinterpret_cast<float*>(smem + Engine::OWN_BYTES + STAGES * Memory::STEP_BYTES);
-  float* states_smem = total_smem + Total<Engine>::BYTES / 4;
-  float* leaves_smem = states_smem + BUFFERS * Engine::WARPS * STATE_FLOATS;  // only in a cluster
-  if (threadIdx.x == 0) finished = 0;
+  if (threadIdx.x == 0) {
+    finished = 0;
+    if (p.cluster_size > 1) init_arrivals(&sent);
+  }
   __syncthreads();  // the count begins at zero
+  if (p.cluster_size > 1) cluster_arrive();
+  const int* item_words = reinterpret_cast<const int*>(p.decode_items) + threadIdx.x % WARP;
+  TileCopier<Engine> copier(p, item_words, kv_head, row_tile, warp);
+  Engine engine(p, smem);
+  wait_for_launch_before();
+  allow_next_launch();
+  int words = item_words[(run < p.num_runs ? run : run + p.num_seqs + 1) * DECODE_ITEM_WORDS];
+
+  float* total_smem = reinterpret_cast<float*>(smem + Engine::OWN_BYTES);
+  unsigned char* tiles_smem = smem + Memory::FIXED_BYTES;
+  float* states_smem = reinterpret_cast<float*>(tiles_smem + (IS_ASYNC ? STAGES * Memory::STEP_BYTES : 0));
+  const uint32_t ring = kept(shared_address(tiles_smem) + warp * (STAGES * Memory::STAGE_BYTES));
+  const uint32_t ring_end = ring + STAGES * Memory::STAGE_BYTES;
+  float* leaves_smem = states_smem + BUFFERS * Engine::WARPS * STATE_FLOATS;  // only in a cluster; from leaf 1 on
   int num_leaves = 0;     // that this warp has finished
   int num_announced = 0;  // of them
 
@@ -136,22 +150,23 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, Engine::MIN_BLOCKS)
   // The first tiles set off. Every step ends a group of copies, empty or not: the count of groups is that of steps.
   WorkItem item = item_of(words);
   Walk<Engine> walk(item, row_tile, p);
-  TileCopier<Engine> copier(p, item_words, kv_head, row_tile, words, item, walk);
+  copier.enter(words, item, walk);
   uint32_t tile = ring;
 #pragma unroll 1
-  for (int i = 0; i < STAGES; ++i) {
+  for (int i = 0; IS_ASYNC && i < STAGES; ++i) {
     copier.start_next(ring + i * Memory::STAGE_BYTES);
     commit_copies();
   }
 
   const Share share;
-  Engine engine(p, smem);
+  if (p.cluster_size > 1) cluster_wait();  // the first block runs, and counts what is sent to it
   for (;;) {
     item.first_row = walk.first_row;
     item.num_rows = walk.num_rows;
-    words = item.next < 0 ? -1 : __ldg(item_words + item.next * DECODE_ITEM_WORDS);
+    words = item.next < 0 ? -1 : item_words[item.next * DECODE_ITEM_WORDS];
     const bool is_whole = item.num_items == 1;
     const bool is_clustered = !is_whole && p.cluster_size > 1;
+    bool has_total = is_whole || (is_clustered && (blockIdx.x & (p.cluster_size - 1)) == 0);
     engine.begin(item, kv_head);
 
     Total<Engine> totals[PASSES];
@@ -168,10 +183,10 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, Engine::MIN_BLOCKS)
         State state;
 #pragma unroll
         for (int w = 0; w < Engine::WARPS; ++w) state.merge(share.read(states + w * STATE_FLOATS, row));
-        if (is_whole) {
+        if (has_total) {
           totals[pass].merge(state);
         } else if (is_clustered) {
-          share.write(state, leaves_smem + (leaf - item.first_leaf) * STATE_FLOATS, row);
+          share.send_to_first(state, leaves_smem + (leaf - 1) * STATE_FLOATS, row, &sent);
         } else {
           const int64_t at = state_index + static_cast<int64_t>(leaf) * heads;
           share.leave(state, p.sums + at * 2 * p.state_rows + row, p.sums + (at * 2 + 1) * p.state_rows + row,
@@ -187,11 +202,13 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, Engine::MIN_BLOCKS)
     for (int leaf = begin_leaf; leaf < end_leaf; ++leaf) {
       const int leaf_end = min((leaf + 1) * leaf_steps, walk.end_step);
       for (; step < leaf_end; ++step) {
+        if (!IS_ASYNC) copier.start_next(tile);
         wait_copies<STAGES - 1>();
         __syncwarp();  // not only this lane's part of the tile has landed
-        engine.attend(tile, step * STEP_KEYS + warp * Engine::TILE, walk.first_position, walk.last_position);
+        const int first_key = step * STEP_KEYS + warp * Engine::TILE;
+        engine.attend(tile, first_key, walk.is_plain(first_key));
         __syncwarp();  // all lanes have read the tile whose place another takes
-        copier.start_next(tile);
+        if (IS_ASYNC) copier.start_next(tile);
         commit_copies();
         tile = tile + Memory::STAGE_BYTES == ring_end ? ring : tile + Memory::STAGE_BYTES;
       }
@@ -213,6 +230,7 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, Engine::MIN_BLOCKS)
           merge_warps(leaf, (num_leaves - 1) % 2);
         }
       } else {
+        if (!IS_ASYNC) __syncthreads();  // all have read the tiles whose place the states take
         engine.share_state(states_smem + warp * STATE_FLOATS);
         __syncthreads();  // every warp's state is in shared memory
         merge_warps(leaf, 0);
@@ -221,42 +239,32 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, Engine::MIN_BLOCKS)
       engine.reset();
     }
 
-    bool has_total = is_whole;
     if (is_clustered) {
-      cluster_arrive();
-      cluster_wait();  // every thread block's leaves are in its shared memory
-      has_total = blockIdx.x % p.cluster_size == 0;
       if (has_total) {
+        const int begin = max(walk.visible_leaf, item.num_leaves);  // behind its own
+        const int num_states = max(0, walk.visible_end - begin) * max(0, item.num_rows);
+        if (threadIdx.x == 0) expect_bytes(&sent, num_states * Share::ROW_BYTES);
+        wait_for_bytes(&sent);
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
           const int row = pass * Share::ROWS + share.row;
           if (row >= item.num_rows) continue;
-          // Leaf by leaf, `num_leaves` of them in each block.
-          int rank = walk.visible_leaf / item.num_leaves;
-          int place = walk.visible_leaf - rank * item.num_leaves;
 #pragma unroll 4
-          for (int leaf = walk.visible_leaf; leaf < walk.visible_end; ++leaf) {
-            totals[pass].merge(share.read(in_block(leaves_smem + place * STATE_FLOATS, rank), row));
-            ++place;
-            if (place == item.num_leaves) ++rank, place = 0;
+          for (int leaf = begin; leaf < walk.visible_end; ++leaf) {
+            totals[pass].merge(share.read(leaves_smem + (leaf - 1) * STATE_FLOATS, row));
           }
         }
       }
-      cluster_arrive();  // this block has read what the others' shared memory holds
     } else if (!is_whole && item.num_rows > 0) {
-      // Every thread's states are visible to the card before one thread announces them; the last to arrive sees
-      // what all others announced.
-      __threadfence();
-      __syncthreads();
+      __syncthreads();  // every thread has left its states before one announces them
       if (threadIdx.x == 0) {
         int32_t* arrival = p.arrivals + item.sequence * heads + head;
-        is_last = atomicAdd(arrival, 1) == item.num_items - 1;
+        is_last = count_arrival(arrival) == item.num_items - 1;
         if (is_last) *arrival = 0;  // the next layer counts from zero
       }
-      __syncthreads();
+      __syncthreads();  // the last to arrive sees what all others announced
       has_total = is_last;
       if (has_total) {
-        __threadfence();
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
           const int row = pass * Share::ROWS + share.row;
@@ -277,7 +285,6 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, Engine::MIN_BLOCKS)
         write_rows<Engine>(totals[pass].get(), share, p, item, kv_head, pass * Share::ROWS + share.row);
       }
     }
-    if (is_clustered) cluster_wait();  // no block's shared memory goes before the first has read it
     if (__shfl_sync(ALL_LANES, words, 0) < 0) {
       if (row_tile == 0) zero_padding<Engine>(p, kv_head, item.num_step_tokens + run, p.num_items);
       return;
@@ -287,30 +294,65 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, Engine::MIN_BLOCKS)
   }
 }
 
+struct DecodeFacts {
+  int architecture;  // that the kernel was compiled for
+  int multiprocessors;
+  int shared_bytes;      // of a multiprocessor
+  int own_shared_bytes;  // of a thread block that are not dynamic
+  int most_dynamic;      // shared bytes of a thread block
+};
+
 template <class Engine>
-int cluster_bytes(int) {
+DecodeFacts decode_facts(int device) {
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, decode_kernel<Engine>), "no code for this device in the compiled library");
-  return DecodeMemory<Engine>::cluster_bytes(attributes.ptxVersion);
+  auto ask = [&](cudaDeviceAttr what) {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, what, device), "cudaDeviceGetAttribute");
+    return value;
+  };
+  const int own = int(attributes.sharedSizeBytes) + ask(cudaDevAttrReservedSharedMemoryPerBlock);
+  const int most = ask(cudaDevAttrMaxSharedMemoryPerBlockOptin) - int(attributes.sharedSizeBytes);
+  check(cudaFuncSetAttribute(decode_kernel<Engine>, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
+        "shared memory of an attention kernel");
+  check(cudaFuncSetAttribute(decode_kernel<Engine>, cudaFuncAttributePreferredSharedMemoryCarveout,
+                             cudaSharedmemCarveoutMaxShared),
+        "the shared memory carve-out of an attention kernel");
+  return {attributes.ptxVersion, ask(cudaDevAttrMultiProcessorCount),
+          ask(cudaDevAttrMaxSharedMemoryPerMultiprocessor), own, most};
 }
 
-// Thread blocks in clusters where the work list has cut them so.
+// Thread blocks in clusters where the work list has cut them so; where the hardware can, they take their places while
+// the launch before ends. A multiprocessor that has come free early would take more than its share of them: so each
+// asks for as much shared memory as leaves no room for that.
 template <class Engine>
 void launch_decode_instance(const AttentionParams& params, cudaStream_t stream) {
   using Memory = DecodeMemory<Engine>;
-  int bytes = shared_bytes<decode_kernel<Engine>, Memory::bytes>();
-  if (params.cluster_size == 1) bytes -= facts_of_device<int, cluster_bytes<Engine>>();
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = unsigned(params.cluster_size);
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  const DecodeFacts facts = facts_of_device<DecodeFacts, decode_facts<Engine>>();
+  cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(params.num_items), unsigned(params.num_kv_heads), unsigned(params.row_tiles));
   config.blockDim = dim3(Engine::WARPS * WARP);
+  int bytes = Memory::bytes(facts.architecture);
+  if (params.cluster_size == 1) bytes -= Memory::cluster_bytes(facts.architecture);
+  const int64_t blocks = int64_t{params.num_items} * params.num_kv_heads * params.row_tiles;
+  const int64_t an_sm = (blocks + facts.multiprocessors - 1) / facts.multiprocessors;
+  const int64_t share = facts.shared_bytes / an_sm / 1024 * 1024 - facts.own_shared_bytes;
+  if (share > bytes) bytes = int(share < facts.most_dynamic ? share : facts.most_dynamic);
   config.dynamicSmemBytes = size_t(bytes);
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = params.cluster_size > 1 ? 1 : 0;
+  config.attrs = attributes;
+  if (facts.architecture >= 90) {
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (params.cluster_size > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = unsigned(params.cluster_size);
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  }
   check(cudaLaunchKernelEx(&config, decode_kernel<Engine>, params), "the launch of paged attention");
 }
 

@@ -117,7 +117,7 @@ struct SimtEngine {
   }
 
   // The state after one more tile.
-  __device__ __forceinline__ void attend(uint32_t tile_smem, int first_key, int first_position, int last_position) {
+  __device__ __forceinline__ void attend(uint32_t tile_smem, int first_key, bool is_plain) {
     const auto* k_smem = static_cast<const unsigned char*>(at_shared_address(tile_smem));
     const unsigned char* v_smem = k_smem + TILE * Layout::ROW_BYTES;
     const float* scales_smem = reinterpret_cast<const float*>(v_smem + TILE * Layout::ROW_BYTES);
@@ -153,8 +153,6 @@ struct SimtEngine {
     }
 
     const int key_position = first_key + key;
-    const bool is_masked = first_key + TILE - 1 > first_position ||
-                           (p.window > 0 && first_key <= last_position - p.window);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       if (r >= num_rows) continue;
@@ -165,7 +163,7 @@ struct SimtEngine {
       if (IS_QUANTIZED) s[r] *= scales_smem[key];
       float score = s[r] * p.scale;
       if (p.soft_cap > 0.0f) score = p.soft_cap * tanhf(score / p.soft_cap);  // relatively exact near 0 too
-      if (is_masked) {
+      if (!is_plain) {
         const bool is_visible =
             key_position <= positions[r] && (p.window == 0 || key_position > positions[r] - p.window);
         score = is_visible ? score : -INF;

@@ -42,7 +42,7 @@ struct RowShare {
 
   __device__ __forceinline__ int column(int group) const { return 4 * (lane + group * LANES); }
 
-  // A row's share of a state in shared memory, this thread block's or another's of its cluster.
+  // A row's share of a state in shared memory.
   __device__ __forceinline__ State read(const float* state_smem, int state_row) const {
     State state;
     const float2 sum = *reinterpret_cast<const float2*>(state_smem + 2 * state_row);
@@ -57,13 +57,17 @@ struct RowShare {
     return state;
   }
 
-  __device__ __forceinline__ void write(const State& state, float* state_smem, int state_row) const {
-    if (lane == 0) *reinterpret_cast<float2*>(state_smem + 2 * state_row) = make_float2(state.m, state.l);
+  // Sends it to where the cluster's first thread block has its state, ROW_BYTES in all.
+  static constexpr int ROW_BYTES = 4 * (Engine::DIM + 2);
+  __device__ __forceinline__ void send_to_first(const State& state, const float* state_smem, int state_row,
+                                                const uint64_t* barrier_smem) const {
+    const uint32_t to = in_first_block(shared_address(state_smem));
+    const uint32_t barrier = in_first_block(shared_address(barrier_smem));
+    if (lane == 0) send(to + 4 * (2 * state_row), make_float2(state.m, state.l), barrier);
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
       if (column(i) >= Engine::DIM) continue;
-      float* to = state_smem + Layout::ACC + state_row * Layout::PITCH + column(i);
-      *reinterpret_cast<float4*>(to) = four_of(state, i);
+      send(to + 4 * (Layout::ACC + state_row * Layout::PITCH + column(i)), four_of(state, i), barrier);
     }
   }
 

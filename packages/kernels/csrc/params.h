@@ -38,11 +38,11 @@ struct alignas(64) WorkItem {
 // An item of the decode kernel: a word for each lane of a warp.
 struct alignas(128) DecodeItem {
   WorkItem item;
-  int32_t first_blocks[16];  // the blocks of each eight of the run's first keys, to save a round trip
+  int32_t first_blocks[16];  // of the run's keys, to save a round trip
 };
 constexpr int ITEM_WORDS = sizeof(WorkItem) / 4;
 constexpr int DECODE_ITEM_WORDS = sizeof(DecodeItem) / 4;
-constexpr int ITEM_BLOCK_KEYS = 8 * (DECODE_ITEM_WORDS - ITEM_WORDS);  // whose blocks an item holds
+constexpr int ITEM_BLOCKS = DECODE_ITEM_WORDS - ITEM_WORDS;
 static_assert(DECODE_ITEM_WORDS == 32, "a word a lane");
 
 struct Strides {
@@ -68,7 +68,6 @@ struct AttentionParams {
   Strides k_strides, v_strides, k_scale_strides, v_scale_strides;
   int64_t table_stride;
   int32_t num_seqs, num_tokens, num_items, num_kv_heads, group_size, head_dim, block_shift, state_rows;
-  int32_t prefill_rows;  // prefill: most rows of an item
   int32_t num_runs;      // decode: items that begin a thread block's work; those behind them go on with it
   int32_t row_tiles;     // decode: tiles of rows that a KV head's group is cut into
   int32_t cluster_size;  // decode: thread blocks of one sequence that meet in shared memory; 1: in global memory

@@ -111,32 +111,31 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
-// Two of a word's four INT8 elements, those at bytes I and J, as a pair of T. A byte, made unsigned, under the
-// exponent of 2^10 is the half 1024 + byte: exact, and no conversion.
+// Two of a word's four INT8 elements, those at bytes I and J, as a pair of T plus BIAS. A byte, made unsigned, under
+// the exponent of 2^10 is the half 1024 + byte: exact, and no conversion. bfloat16 has too few digits for that.
 template <typename T, int I, int J>
 struct Widen;
 template <int I, int J>
 struct Widen<Half, I, J> {
+  static constexpr float BIAS = 1024.0f + 128.0f;
+  __device__ static __forceinline__ uint32_t biased(uint32_t word) {
+    return __byte_perm(word ^ 0x80808080u, 0x64646464u, 0x4040 + J * 0x100 + I);
+  }
   __device__ static __forceinline__ uint32_t pair(uint32_t word) {
-    const uint32_t biased = __byte_perm(word ^ 0x80808080u, 0x64646464u, 0x4040 + J * 0x100 + I);
     uint32_t y;
-    asm("sub.f16x2 %0, %1, %2;" : "=r"(y) : "r"(biased), "r"(0x64806480u));  // 1024 + 128
+    asm("sub.f16x2 %0, %1, %2;" : "=r"(y) : "r"(biased(word)), "r"(0x64806480u));
     return y;
   }
 };
-// A byte's lower seven bits under the exponent of 2^7 are 128 + these; 128, or 256 of a negative one, goes off again.
 template <int I, int J>
 struct Widen<BFloat, I, J> {
+  static constexpr float BIAS = 0.0f;
   __device__ static __forceinline__ uint32_t pair(uint32_t word) {
-    uint32_t y = 0;
-#if __CUDA_ARCH__ >= 800
-    const uint32_t biased = __byte_perm(word, 0x43434343u, 0x4040 + J * 0x100 + I);
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
-        : "=r"(y)
-        : "r"(biased & 0xff7fff7fu), "r"(0x3f803f80u), "r"((biased & 0xff80ff80u) | 0x80008000u));  // times 1
-#endif  // sm_75 has no bfloat16 arithmetic: the back end refuses the dtype there
-    return y;
+    float x[4];
+    unpack(word, x, int8_t{});
+    return pack<BFloat>(x[I], x[J]);
   }
+  __device__ static __forceinline__ uint32_t biased(uint32_t word) { return pair(word); }
 };
 
 // ---- shared memory
@@ -236,12 +235,63 @@ __device__ __forceinline__ void wait_for(const uint32_t* count_smem, uint32_t ta
   __syncwarp();
 }
 
-// ---- clusters: thread blocks that read each other's shared memory (sm_90 and later)
+// Adds one to a count in global memory; returns what it was. What this thread has written, or has seen written (by its
+// thread block before a barrier), is visible to whoever counts later, and what the earlier ones had, to it.
+__device__ __forceinline__ int32_t count_arrival(int32_t* count_gmem) {
+  int32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(count_gmem) : "memory");
+  return before;
+}
 
-// What all threads of the cluster wrote before is visible to all behind it; none exits before all are here.
+// ---- launches that overlap (sm_90 and later)
+
+// Waits until the launch before this one has ended and what it wrote is visible. Nothing that another kernel may
+// write or still read is touched before, and none of it is read as constant (`__ldg`): this kernel began earlier.
+__device__ __forceinline__ void wait_for_launch_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Lets thread blocks of the next launch take the places that are free, where they wait.
+__device__ __forceinline__ void allow_next_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- clusters: thread blocks that write each other's shared memory (sm_90 and later)
+
+// Begins a barrier in shared memory that completes once, when `expect_bytes` has been called and so many have come.
+__device__ __forceinline__ void init_arrivals(uint64_t* barrier_smem) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier_smem)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void expect_bytes(uint64_t* barrier_smem, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier_smem)), "r"(bytes)
+               : "memory");
+#endif
+}
+// What was sent is visible behind this.
+__device__ __forceinline__ void wait_for_bytes(uint64_t* barrier_smem) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(shared_address(barrier_smem))
+      : "memory");
+#endif
+}
+
+// All threads of the cluster call both; behind the wait every block runs and has begun its barriers.
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void cluster_wait() {
@@ -250,15 +300,29 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// Where thread block `rank` of the cluster has what lies at `p` here: an ordinary pointer.
-template <typename T>
-__device__ __forceinline__ const T* in_block(const T* p_smem, int rank) {
+// Where the cluster's first thread block has what lies at an address of shared memory here.
+__device__ __forceinline__ uint32_t in_first_block(uint32_t address) {
 #if __CUDA_ARCH__ >= 900
-  uint64_t there;
-  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(p_smem), "r"(rank));
-  return reinterpret_cast<const T*>(there);
-#else
-  return p_smem;  // there are no clusters: never called
+  asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(address) : "r"(address));
+#endif
+  return address;
+}
+// Sends 16 or 8 bytes to the first block's shared memory and counts them at its barrier. That barrier makes them
+// visible: a fence of the cluster, which waits for all that this thread wrote anywhere, is not needed.
+__device__ __forceinline__ void send(uint32_t to, float4 x, uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+               :
+               : "r"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void send(uint32_t to, float2 x, uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+               :
+               : "r"(to), "f"(x.x), "f"(x.y), "r"(barrier)
+               : "memory");
 #endif
 }
 

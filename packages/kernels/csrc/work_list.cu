@@ -70,9 +70,10 @@ __device__ MaxScan scan_max(int value, int least, int* warp_maxima) {
   return {max(before, least), all};
 }
 
-// How the keys of the step are dealt to the thread blocks of a KV head, in units of the shortest leaf.
+// How the keys of the step are dealt to the thread blocks of a KV head, in units of the shortest leaf. The end of any
+// leaf takes as long, and so does setting out with a sequence.
 struct Deal {
-  int64_t units;     // of all sequences, and one a sequence for setting out
+  int64_t units;     // of all sequences
   int num_runs;      // thread blocks
   int aligned_run;   // units of a block if every block has a part of one sequence only; 0: they may go on
 
@@ -91,7 +92,7 @@ struct Cut {
   int first_slot;    // of the first item
   int run;           // EVEN_RUNS: leaves an item; ROW_TILES: rows
   int num_leaves;
-  int leaf_units;
+  int leaf_units;    // of a leaf and its end
   int begin_unit;
   int first_run;     // SHARES: whose share the sequence begins in
 };
@@ -171,7 +172,7 @@ __global__ void __launch_bounds__(THREADS) work_list_kernel(const __grid_constan
   struct Sequence {
     int query_len, seq_len;
     bool decodes;
-    int leaf_units, num_leaves, units;
+    int leaf_keys, leaf_units, num_leaves, units;
   };
   auto read = [&](int index) {
     Sequence s{};
@@ -179,10 +180,10 @@ __global__ void __launch_bounds__(THREADS) work_list_kernel(const __grid_constan
     s.query_len = p.query_start_loc[index + 1] - p.query_start_loc[index];
     s.seq_len = p.seq_lens[index];
     s.decodes = s.query_len > 0 && s.query_len * p.group_size <= p.decode_rows;
-    const int leaf_keys = leaf_keys_of(s.seq_len, p);
-    s.leaf_units = leaf_keys / p.min_leaf_keys;
-    s.num_leaves = max(1, ceil_div(s.seq_len, leaf_keys));  // one even of no keys: its thread block writes zeros
-    s.units = s.decodes ? 1 + ceil_div(s.seq_len, p.min_leaf_keys) : 0;
+    s.leaf_keys = leaf_keys_of(s.seq_len, p);
+    s.leaf_units = s.leaf_keys / p.min_leaf_keys + 1;
+    s.num_leaves = max(1, ceil_div(s.seq_len, s.leaf_keys));  // one even of no keys: its thread block writes zeros
+    s.units = s.decodes ? 1 + ceil_div(s.seq_len, p.min_leaf_keys) + s.num_leaves : 0;
     return s;
   };
 
@@ -226,7 +227,7 @@ __global__ void __launch_bounds__(THREADS) work_list_kernel(const __grid_constan
       cut.item.seq_len = s.seq_len;
       cut.item.query_len = s.query_len;
       cut.item.first_token = p.query_start_loc[index];
-      cut.item.leaf_shift = __ffs(s.leaf_units * p.min_leaf_keys) - 1;
+      cut.item.leaf_shift = __ffs(s.leaf_keys) - 1;
       cut.item.num_step_tokens = num_step_tokens;
       cut.item.next = -1;
     }
@@ -284,7 +285,7 @@ __global__ void __launch_bounds__(THREADS) work_list_kernel(const __grid_constan
 #pragma unroll 4
   for (int i = threadIdx.x; i < p.decode_capacity * 16; i += THREADS) {
     const WorkItem& item = p.decode_items[i / 16].item;
-    const int key = (item.first_leaf << item.leaf_shift) + 8 * (i % 16);
+    const int key = (item.first_leaf << item.leaf_shift) + (i % 16 << p.block_shift);
     if (item.sequence < 0 || key >= item.seq_len) continue;
     p.decode_items[i / 16].first_blocks[i % 16] =
         p.block_tables[item.table_row * p.table_stride + (key >> p.block_shift)];

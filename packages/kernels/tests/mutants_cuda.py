@@ -38,9 +38,7 @@ UNITS = {
     "decode": (SIMT, MMA),
     # Narrower heads are Hopper's own kernel's.
     "prefill": (Unit("prefill_f16", " 256>"), Unit("prefill_bf16", " 256>")),
-    "prefill int8": (Unit("prefill_f16_i8", " 256>"), Unit("prefill_bf16_i8", " 256>")),
     "hopper": (Unit("prefill_hopper_f16", " 64>"), Unit("prefill_hopper_f16", " 128>")),
-    "hopper int8": (Unit("prefill_hopper_f16_i8", " 64>"), Unit("prefill_hopper_f16_i8", " 128>")),
     "work list": (Unit("work_list"),),
     "store": (Unit("store"),),
 }
@@ -63,11 +61,6 @@ SELECTIONS = {
         " (float16xfloat16 or bfloat16xbfloat16) and (x160 or x192 or x256)"
     ),
     "hopper": "(torch.float16 or float16xfloat16) and not int8",
-    "prefill int8": (
-        "test_more_tiles and 256 and int8 or"
-        " (float16xint8 or bfloat16xint8) and (x160 or x192 or x256)"
-    ),
-    "hopper int8": "(torch.float16 or float16xint8) and int8",
     "work list": (
         "test_buffers or test_a_full_card or (test_p1 or level_1 or test_long_contexts) and"
         " (torch.float32 or torch.float16) and not int8"
@@ -83,9 +76,6 @@ KINDS = {
     "prefill.cuh": "prefill",
     "prefill_consumer.cuh": "hopper",
     "prefill_producer.cuh": "hopper",
-    "prefill_hopper_tiles.cuh": "hopper int8",
-    "prefill_widening.cuh": "hopper int8",
-    "prefill_scales.cuh": "hopper int8",
     "tile.cuh": "prefill",
     "softmax_state.cuh": "decode",
     "work_list.cu": "work list",
@@ -104,7 +94,7 @@ MUTANTS = (
     ),
     Mutant(
         "a stage of the ring is overwritten early", "decode.cuh",
-        "copier.start_next(tile);",
+        "if (IS_ASYNC) copier.start_next(tile);",
         "copier.start_next(tile + Memory::STAGE_BYTES == ring_end ? ring"
         " : tile + Memory::STAGE_BYTES);",
     ),
@@ -122,13 +112,13 @@ MUTANTS = (
     Mutant("arrivals are not counted from zero again", "decode.cuh", "if (is_last) *arrival = 0;"),
     Mutant(
         "the block with the last leaves merges, whether the others have arrived or not",
-        "decode.cuh", "atomicAdd(arrival, 1) == item.num_items - 1",
-        "atomicAdd(arrival, 1) >= 0 && item.first_leaf > 0",
+        "decode.cuh", "count_arrival(arrival) == item.num_items - 1",
+        "count_arrival(arrival) >= 0 && item.first_leaf > 0",
     ),
     Mutant(
-        "a cluster's first block takes its own leaf for the others'", "decode.cuh",
-        "in_block(leaves_smem + place * STATE_FLOATS, rank)",
-        "in_block(leaves_smem + place * STATE_FLOATS, 0)",
+        "a cluster's first block takes one leaf for all of the others'", "decode.cuh",
+        "share.read(leaves_smem + (leaf - 1) * STATE_FLOATS, row)",
+        "share.read(leaves_smem + (begin - 1) * STATE_FLOATS, row)",
     ),
     Mutant(
         "padding tokens are not zeroed", "decode.cuh",
@@ -162,7 +152,7 @@ MUTANTS = (
     ),
     Mutant(
         "tensor cores: the upper eight keys are masked like the lower", "decode_mma.cuh",
-        "first_key + g + j / 2 * 8;", "first_key + g;",
+        "first_key + 16 * part + g + j / 2 * 8;", "first_key + 16 * part + g;",
     ),
     Mutant(
         "tensor cores: a window of one key more", "decode_mma.cuh",
@@ -179,21 +169,22 @@ MUTANTS = (
     ),
     Mutant(
         "tensor cores: weights stay with the lanes that computed them", "decode_mma.cuh",
-        "transpose_matrix(pack<T>(x[0], x[1]))", "pack<T>(x[0], x[1])",
+        "transpose_matrix(pack<T>(pair[0] * v_scale, pair[1] * v_scale))",
+        "pack<T>(pair[0] * v_scale, pair[1] * v_scale)",
     ),
     Mutant(
         "tensor cores: a key takes the scale of the one eight before", "decode_mma.cuh",
-        "k_scales[half] = scales_smem[g + 8 * half]", "k_scales[half] = scales_smem[g]",
+        "factor * scales_smem[key]", "factor * scales_smem[16 * part + g]",
         tests="mma int8",
     ),
     Mutant(
         "tensor cores: values take the scales of keys", "decode_mma.cuh",
-        "log2_approx(scales_smem[TILE + g + 8 * half])", "log2_approx(scales_smem[g + 8 * half])",
+        "IS_QUANTIZED ? scales_smem[TILE + key]", "IS_QUANTIZED ? scales_smem[key]",
         tests="mma int8",
     ),
     Mutant(
-        "a tile's second eight keys take the block of its first", "decode_copy.cuh",
-        "__shfl_sync(ALL_LANES, tile_blocks, group)", "__shfl_sync(ALL_LANES, tile_blocks, 0)",
+        "a tile's second sixteen keys take the block of its first", "decode_copy.cuh",
+        "tile_blocks, unit / 8)", "tile_blocks, 0)",
         tests="mma",
     ),
     Mutant(
@@ -244,8 +235,8 @@ MUTANTS = (
     ),
     Mutant(
         "Hopper: the sum is not brought to the new maximum", "prefill_consumer.cuh",
-        "__fmaf_rn(sums[half].l, shrink[half], __fadd_rn(added[half][0], added[half][1]))",
-        "__fadd_rn(sums[half].l, __fadd_rn(added[half][0], added[half][1]))",
+        "__fmaf_rn(sum.l, shrink[half], __fadd_rn(added[0], added[1]))",
+        "__fadd_rn(sum.l, __fadd_rn(added[0], added[1]))",
     ),
     Mutant(
         "Hopper: O is never brought to the new maximum", "prefill_consumer.cuh",
@@ -265,8 +256,8 @@ MUTANTS = (
         "8 * KeyPanel::ROW_BYTES,\n                          8 * KeyPanel::ROW_BYTES);",
     ),
     Mutant(
-        "Hopper: tiles are overwritten while they are read", "prefill_producer.cuh",
-        "wait(ring.empty[place.stage], place.parity ^ 1);",
+        "Hopper: keys are overwritten while they are read", "prefill_producer.cuh",
+        "wait(shared.keys.empty[k_place.stage], k_place.parity ^ 1);",
     ),
     Mutant(
         "Hopper: rows behind the sequence's end are read", "prefill_producer.cuh",
@@ -275,62 +266,6 @@ MUTANTS = (
     Mutant(
         "Hopper: the next launch draws its jobs from where this one stopped",
         "prefill_producer.cuh", "if (drawn == num_jobs - 1) *p.arrivals = 0;",
-    ),
-    # prefill of INT8 caches
-    Mutant(
-        "INT8 prefill: queries are not parted", "prefill.cuh",
-        "part_queries<Tiles>(q_smem, thread);", tests="prefill int8",
-    ),
-    Mutant(
-        "INT8 prefill: queries are parted before all have landed", "prefill.cuh",
-        "    wait_copies<0>();\n    __syncthreads();  // all queries have landed\n",
-        tests="prefill int8",
-    ),
-    Mutant(
-        "INT8 prefill: outputs stay parted", "prefill.cuh",
-        "pack<T>(value(0, 0), value(1, 0));", "pack<T>(value(0, 0), value(0, 1));",
-        tests="prefill int8",
-    ),
-    Mutant(
-        "INT8 prefill: a key takes its neighbour's scale", "prefill.cuh",
-        "terms.factors, 8 * n + 2 * c)", "terms.factors, 8 * n + (2 * c ^ 2))",
-        tests="prefill int8",
-    ),
-    Mutant(
-        "INT8 prefill: scales behind the sequence's end are read", "prefill.cuh",
-        "const bool is_there = first_key + thread < end_key;", "const bool is_there = true;",
-        tests="prefill int8",
-    ),
-    Mutant("INT8 prefill: values lose their scales", "prefill_scales.cuh",
-           "logs[key] = log;", "logs[key] = 0.0f;"),
-    Mutant("INT8 prefill: a weight's sum keeps the value's scale", "prefill_scales.cuh",
-           "inverses[key] = exp2_approx(-log);", "inverses[key] = 1.0f;"),
-    Mutant("INT8 prefill: a key whose value is all zeros does not count", "prefill_scales.cuh",
-           "v_scale < LEAST ? LEAST : v_scale", "v_scale"),
-    Mutant("INT8 prefill: every key takes the scale of its block's first", "prefill_scales.cuh",
-           "kv_head * strides.head + slot * strides.slot", "kv_head * strides.head"),
-    Mutant(
-        "INT8, Hopper: a key takes its neighbour's scale", "prefill_consumer.cuh",
-        "terms.factors, 8 * n + 2 * c)", "terms.factors, 8 * n + (2 * c ^ 2))",
-        tests="hopper int8",
-    ),
-    Mutant(
-        "INT8, Hopper: scales are overwritten while they are read", "prefill_hopper_tiles.cuh",
-        "Tiles::IS_QUANTIZED ? Tiles::STAGES + 1 : 1", "1",
-    ),
-    Mutant(
-        "INT8, Hopper: tiles are overwritten while they are read", "prefill_widening.cuh",
-        "    if (waiting != NOTHING)"
-        " wait(ring.empty[stage], (is_keys ? k_place.parity : v_place.parity) ^ 1);\n",
-    ),
-    Mutant(
-        "INT8, Hopper: scales behind the sequence's end are read", "prefill_widening.cuh",
-        "thread < Tiles::KEYS && key < tile.end_key", "thread < Tiles::KEYS",
-    ),
-    Mutant(
-        "INT8, Hopper: eight keys take the block before", "prefill_widening.cuh",
-        "__shfl_sync(ALL_LANES, tile.blocks, row / 8)",
-        "__shfl_sync(ALL_LANES, tile.blocks, row / 16)",
     ),
     # tiles, states, the work list
     Mutant(

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(THREADS) kernel(const __grid_constant__ Attent
   __syncwarp();  // all lanes' parts of the warp's tiles have landed
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
-    engine.attend(shared_address(tiles[warp][step]), first_key(step), num_keys - 1, num_keys - 1);
+    engine.attend(shared_address(tiles[warp][step]), first_key(step), first_key(step) + TILE <= num_keys);
   }
   engine.share_state(states[warp]);
   __syncthreads();  // every warp's state is there

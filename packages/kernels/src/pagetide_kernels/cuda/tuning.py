@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 
 import torch
 
@@ -34,14 +35,17 @@ class Tuning:
     tile_rows: rows of a decode tile: query heads of the group times query tokens.
     row_tiles: decode tiles of a group; a sequence whose rows they hold decodes.
     prefill_head_dim: head_dim of the prefill instance; 0: the decode kernel takes prefills too.
-    prefill_rows: rows of a prefill tile; decides only who computes what.
+    prefill_rows: rows of a prefill tile.
     few_leaves: a sequence has as few, until a leaf has ``long_leaf_keys``: a leaf ends with a
         merge, which short ones pay for dearly, and each may be another thread block's.
     min_leaf_keys: keys of the shortest leaf, a power of two.
     long_leaf_keys: of which longer sequences have more, up to ``max_leaves``; a power of two.
     max_leaves: most leaves of a sequence.
     blocks_an_sm: decode thread blocks that a multiprocessor is given when there is enough to do;
-        decides only who computes what.
+        decides only who computes what, as do the next three.
+    least_blocks_an_sm: as few, if that gives every block whole sequences or an evener share.
+    cluster_blocks_an_sm: as many where blocks meet in shared memory, of which they need more.
+    cluster_leaves: leaves of a sequence whose states that holds (decode.cuh).
     """
 
     path: Path
@@ -55,6 +59,9 @@ class Tuning:
     long_leaf_keys: int = 512
     max_leaves: int = 32
     blocks_an_sm: int = 2
+    least_blocks_an_sm: int = 2
+    cluster_blocks_an_sm: int = 1
+    cluster_leaves: int = 8
 
     @property
     def decode_rows(self) -> int:
@@ -72,28 +79,34 @@ def _compiled(head_dims: tuple[int, ...], head_dim: int) -> int:
     return next(each for each in head_dims if each >= head_dim)
 
 
-def _prefill_rows(head_dim: int, *, is_hopper: bool) -> int:
-    if head_dim <= 64 and is_hopper:
-        return 192  # of three consumers
-    return 128 if head_dim <= 128 else 64
-
-
-def tuning_for(shape: AttentionShape, *, is_hopper: bool = False) -> Tuning:
-    """The choice for a model's shape, and a card that has Hopper's kernels or not."""
+@cache
+def tuning_for(shape: AttentionShape) -> Tuning:
+    """The choice for a model's shape."""
     is_mma = shape.query_dtype != torch.float32
     coarse = _compiled(_COARSE_HEAD_DIMS, shape.head_dim)
-    is_fine = is_mma and not shape.is_quantized
-    dim = _compiled(_MMA_HEAD_DIMS, shape.head_dim) if is_fine else coarse
-    tile_rows = 16 if is_mma and dim <= 128 else 8
+    dim = _compiled(_MMA_HEAD_DIMS, shape.head_dim)
+    decode_dim = dim if is_mma and not shape.is_quantized else coarse
+    tile_rows = 16 if is_mma and decode_dim <= 128 else 8
+    has_prefill = is_mma and not shape.is_quantized
+    has_long_steps = is_mma and (decode_dim <= 64 or (shape.is_quantized and decode_dim <= 128))
+    # Every leaf ends with a merge. Long rows make that cheap beside its keys, and fill fewer
+    # thread blocks; so do few KV heads, where INT8 takes more instructions a key.
+    few_leaves = 8 if decode_dim > 64 else 2
+    if decode_dim <= 64 and (not is_mma or (shape.is_quantized and shape.group_size >= 4)):
+        few_leaves = 4
     return Tuning(
         path=Path.MMA if is_mma else Path.SIMT,
-        decode_head_dim=dim,
+        decode_head_dim=decode_dim,
         tile_rows=tile_rows,
         row_tiles=-(-shape.group_size // tile_rows),
-        prefill_head_dim=dim if is_mma else 0,
-        prefill_rows=_prefill_rows(dim, is_hopper=is_hopper) if is_mma else tile_rows,
-        # Long rows make a leaf's merge cheap beside its keys, and fill fewer thread blocks.
-        few_leaves=4 if dim <= 64 else 8,
-        long_leaf_keys=512 if dim <= 64 else 1024,
-        blocks_an_sm=3 if dim <= 64 and is_mma else 2,
+        prefill_head_dim=dim if has_prefill else 0,
+        prefill_rows=(128 if dim <= 128 else 64) if has_prefill else tile_rows,
+        few_leaves=few_leaves,
+        min_leaf_keys=128 if has_long_steps else 64,
+        long_leaf_keys=1024 if decode_dim > 64 else 512,
+        # INT8 keys are fewer bytes for as many instructions: more warps share them.
+        blocks_an_sm=2 if decode_dim > 64 or not is_mma else 4 if shape.is_quantized else 3,
+        least_blocks_an_sm=3 if decode_dim <= 64 and is_mma else 2,
+        cluster_blocks_an_sm=1 if decode_dim > 64 else 2,
+        cluster_leaves=8 if decode_dim > 64 else 16,
     )

@@ -15,7 +15,6 @@ __all__ = ["WorkList", "make_work_list"]
 
 _DECODE_ITEM_WORDS, _ITEM_WORDS = 32, 16  # of DecodeItem and WorkItem in params.h
 _CLUSTER_SIZES = (8, 4, 2)
-_CLUSTER_LEAVES = 4  # of one thread block, whose shared memory holds their states (decode.cuh)
 # Longer sequences want more thread blocks than a cluster has, or an evener share for each.
 _CLUSTER_KEYS = {8: 8192, 4: 8192, 2: 1024}
 
@@ -50,22 +49,35 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _cluster_size(num_blocks: int, leaves: int, max_seq_len: int, target_blocks: int) -> int:
+def _cluster_size(num_blocks: int, leaves: int, max_seq_len: int, most_blocks: int) -> int:
     """How many thread blocks each of ``num_blocks`` may become, all running at once; 1: no more."""
     for size in _CLUSTER_SIZES:
-        if max_seq_len > _CLUSTER_KEYS[size]:
-            continue
-        has_work = size < 2 * leaves <= 2 * size * _CLUSTER_LEAVES
-        if has_work and num_blocks * size <= target_blocks:
+        has_work = max_seq_len <= _CLUSTER_KEYS[size] and size < 2 * leaves
+        if has_work and num_blocks * size <= most_blocks:
             return size
     return 1
+
+
+def _num_runs(num_seqs: int, leaves: int, heads: int, multiprocessors: int, tuning: Tuning) -> int:
+    """Thread blocks of a KV head's row tile: what gives a multiprocessor the least to do."""
+    total = num_seqs * leaves
+
+    def runs_of(blocks: int) -> int:
+        return max(1, multiprocessors * blocks // heads)
+
+    def cost(blocks: int) -> tuple[int, bool, int]:
+        share = _ceil_div(total, runs_of(blocks))
+        return blocks * share, share < leaves, -blocks  # in leaves; is a sequence split?
+
+    blocks = min(range(tuning.least_blocks_an_sm, tuning.blocks_an_sm + 1), key=cost)
+    return min(total, runs_of(blocks))
 
 
 def make_work_list(
     metadata: AttentionMetadata,
     shape: AttentionShape,
     tuning: Tuning,
-    target_blocks: int,
+    multiprocessors: int,
     *,
     has_clusters: bool,
 ) -> WorkList:
@@ -75,7 +87,7 @@ def make_work_list(
         metadata: the step.
         shape: the model's shape.
         tuning: the shape's.
-        target_blocks: thread blocks that fill the card.
+        multiprocessors: of the card.
         has_clusters: whether thread blocks can meet in shared memory.
     """
     bounds, device = metadata.bounds, metadata.device
@@ -87,11 +99,12 @@ def make_work_list(
         row_tiles = bounds.num_tokens * shape.group_size // tuning.prefill_rows + num_seqs
     has_prefill = tuning.prefill_head_dim > 0
     cluster_size = 1
-    if has_clusters and (has_prefill or not row_tiles):
-        cluster_size = _cluster_size(num_seqs * heads, leaves, bounds.max_seq_len, target_blocks)
+    if has_clusters and leaves <= tuning.cluster_leaves and (has_prefill or not row_tiles):
+        most_blocks = multiprocessors * tuning.cluster_blocks_an_sm
+        cluster_size = _cluster_size(num_seqs * heads, leaves, bounds.max_seq_len, most_blocks)
     # Every thread block has an even share of the keys. Only sequences on two shares leave states,
     # so no more than there are shares; in clusters none do.
-    num_runs = min(num_seqs * leaves, max(1, target_blocks // heads))
+    num_runs = _num_runs(num_seqs, leaves, heads, multiprocessors, tuning)
     num_states = min(num_seqs, num_runs) * leaves
     if cluster_size > 1:
         num_runs, num_states = num_seqs * cluster_size, 0
