@@ -68,6 +68,7 @@ struct AttentionParams {
   Strides k_strides, v_strides, k_scale_strides, v_scale_strides;
   int64_t table_stride;
   int32_t num_seqs, num_tokens, num_items, num_kv_heads, group_size, head_dim, block_shift, state_rows;
+  int32_t prefill_rows;  // prefill: most rows of an item
   int32_t num_runs;      // decode: items that begin a thread block's work; those behind them go on with it
   int32_t row_tiles;     // decode: tiles of rows that a KV head's group is cut into
   int32_t cluster_size;  // decode: thread blocks of one sequence that meet in shared memory; 1: in global memory

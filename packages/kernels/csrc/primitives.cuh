@@ -127,13 +127,19 @@ struct Widen<Half, I, J> {
     return y;
   }
 };
+// A byte's lower seven bits under the exponent of 2^7 are 128 + these; 128, or 256 of a negative one, goes off again.
 template <int I, int J>
 struct Widen<BFloat, I, J> {
   static constexpr float BIAS = 0.0f;
   __device__ static __forceinline__ uint32_t pair(uint32_t word) {
-    float x[4];
-    unpack(word, x, int8_t{});
-    return pack<BFloat>(x[I], x[J]);
+    uint32_t y = 0;
+#if __CUDA_ARCH__ >= 800
+    const uint32_t biased = __byte_perm(word, 0x43434343u, 0x4040 + J * 0x100 + I);
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+        : "=r"(y)
+        : "r"(biased & 0xff7fff7fu), "r"(0x3f803f80u), "r"((biased & 0xff80ff80u) | 0x80008000u));  // times 1
+#endif  // sm_75 has no bfloat16 arithmetic: the back end refuses the dtype there
+    return y;
   }
   __device__ static __forceinline__ uint32_t biased(uint32_t word) { return pair(word); }
 };

@@ -38,7 +38,9 @@ UNITS = {
     "decode": (SIMT, MMA),
     # Narrower heads are Hopper's own kernel's.
     "prefill": (Unit("prefill_f16", " 256>"), Unit("prefill_bf16", " 256>")),
+    "prefill int8": (Unit("prefill_f16_i8", " 256>"), Unit("prefill_bf16_i8", " 256>")),
     "hopper": (Unit("prefill_hopper_f16", " 64>"), Unit("prefill_hopper_f16", " 128>")),
+    "hopper int8": (Unit("prefill_hopper_f16_i8", " 64>"), Unit("prefill_hopper_f16_i8", " 128>")),
     "work list": (Unit("work_list"),),
     "store": (Unit("store"),),
 }
@@ -61,6 +63,11 @@ SELECTIONS = {
         " (float16xfloat16 or bfloat16xbfloat16) and (x160 or x192 or x256)"
     ),
     "hopper": "(torch.float16 or float16xfloat16) and not int8",
+    "prefill int8": (
+        "test_more_tiles and 256 and int8 or"
+        " (float16xint8 or bfloat16xint8) and (x160 or x192 or x256)"
+    ),
+    "hopper int8": "(torch.float16 or float16xint8) and int8",
     "work list": (
         "test_buffers or test_a_full_card or (test_p1 or level_1 or test_long_contexts) and"
         " (torch.float32 or torch.float16) and not int8"
@@ -76,6 +83,9 @@ KINDS = {
     "prefill.cuh": "prefill",
     "prefill_consumer.cuh": "hopper",
     "prefill_producer.cuh": "hopper",
+    "prefill_hopper_tiles.cuh": "hopper int8",
+    "prefill_widening.cuh": "hopper int8",
+    "prefill_scales.cuh": "hopper int8",
     "tile.cuh": "prefill",
     "softmax_state.cuh": "decode",
     "work_list.cu": "work list",
@@ -235,8 +245,8 @@ MUTANTS = (
     ),
     Mutant(
         "Hopper: the sum is not brought to the new maximum", "prefill_consumer.cuh",
-        "__fmaf_rn(sum.l, shrink[half], __fadd_rn(added[0], added[1]))",
-        "__fadd_rn(sum.l, __fadd_rn(added[0], added[1]))",
+        "__fmaf_rn(sums[half].l, shrink[half], __fadd_rn(added[half][0], added[half][1]))",
+        "__fadd_rn(sums[half].l, __fadd_rn(added[half][0], added[half][1]))",
     ),
     Mutant(
         "Hopper: O is never brought to the new maximum", "prefill_consumer.cuh",
@@ -256,8 +266,8 @@ MUTANTS = (
         "8 * KeyPanel::ROW_BYTES,\n                          8 * KeyPanel::ROW_BYTES);",
     ),
     Mutant(
-        "Hopper: keys are overwritten while they are read", "prefill_producer.cuh",
-        "wait(shared.keys.empty[k_place.stage], k_place.parity ^ 1);",
+        "Hopper: tiles are overwritten while they are read", "prefill_producer.cuh",
+        "wait(ring.empty[place.stage], place.parity ^ 1);",
     ),
     Mutant(
         "Hopper: rows behind the sequence's end are read", "prefill_producer.cuh",
@@ -266,6 +276,61 @@ MUTANTS = (
     Mutant(
         "Hopper: the next launch draws its jobs from where this one stopped",
         "prefill_producer.cuh", "if (drawn == num_jobs - 1) *p.arrivals = 0;",
+    ),
+    # prefill of INT8 caches
+    Mutant(
+        "INT8 prefill: queries are not parted", "prefill.cuh",
+        "part_queries<Tiles>(q_smem, thread);", tests="prefill int8",
+    ),
+    Mutant(
+        "INT8 prefill: queries are parted before all have landed", "prefill.cuh",
+        "    wait_copies<0>();\n    __syncthreads();  // all queries have landed\n",
+        tests="prefill int8",
+    ),
+    Mutant(
+        "INT8 prefill: outputs stay parted", "prefill.cuh",
+        "pack<T>(value(0, 0), value(1, 0));", "pack<T>(value(0, 0), value(0, 1));",
+        tests="prefill int8",
+    ),
+    Mutant(
+        "INT8 prefill: a key takes its neighbour's scale", "prefill.cuh",
+        "terms.factors, 8 * n + 2 * c)", "terms.factors, 8 * n + (2 * c ^ 2))",
+        tests="prefill int8",
+    ),
+    Mutant(
+        "INT8 prefill: scales behind the sequence's end are read", "prefill.cuh",
+        "const bool is_there = first_key + thread < end_key;", "const bool is_there = true;",
+        tests="prefill int8",
+    ),
+    Mutant("INT8 prefill: values lose their scales", "prefill_scales.cuh",
+           "logs[key] = log;", "logs[key] = 0.0f;"),
+    Mutant("INT8 prefill: a weight's sum keeps the value's scale", "prefill_scales.cuh",
+           "inverses[key] = exp2_approx(-log);", "inverses[key] = 1.0f;"),
+    Mutant("INT8 prefill: a key whose value is all zeros does not count", "prefill_scales.cuh",
+           "v_scale < LEAST ? LEAST : v_scale", "v_scale"),
+    Mutant("INT8 prefill: every key takes the scale of its block's first", "prefill_scales.cuh",
+           "kv_head * strides.head + slot * strides.slot", "kv_head * strides.head"),
+    Mutant(
+        "INT8, Hopper: a key takes its neighbour's scale", "prefill_consumer.cuh",
+        "terms.factors, 8 * n + 2 * c)", "terms.factors, 8 * n + (2 * c ^ 2))",
+        tests="hopper int8",
+    ),
+    Mutant(
+        "INT8, Hopper: scales are overwritten while they are read", "prefill_hopper_tiles.cuh",
+        "Tiles::IS_QUANTIZED ? Tiles::STAGES + 1 : 1", "1",
+    ),
+    Mutant(
+        "INT8, Hopper: tiles are overwritten while they are read", "prefill_widening.cuh",
+        "      if (pass % 2 == 0) wait(ring.empty[stage], parity);\n",
+    ),
+    Mutant(
+        "INT8, Hopper: scales behind the sequence's end are read", "prefill_widening.cuh",
+        "thread < Tiles::KEYS && key < tile.end_key", "thread < Tiles::KEYS",
+    ),
+    Mutant(
+        "INT8, Hopper: eight keys take the block before", "prefill_widening.cuh",
+        "__shfl_sync(ALL_LANES, tile.blocks, row / 8)",
+        "__shfl_sync(ALL_LANES, tile.blocks, row / 16)",
     ),
     # tiles, states, the work list
     Mutant(

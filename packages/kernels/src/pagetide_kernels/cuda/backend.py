@@ -28,6 +28,11 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _architecture(device: torch.device) -> int | str:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return library.compiled_architecture(index)
+
+
 class CudaBackend(AttentionBackend):
     """Compiled kernels for NVIDIA GPUs from compute capability 7.5."""
 
@@ -41,8 +46,7 @@ class CudaBackend(AttentionBackend):
             return "torch sees no usable NVIDIA GPU; use the 'cpu' back end"
         if reason := library.missing_reason():
             return reason
-        index = torch.cuda.current_device() if device.index is None else device.index
-        architecture = library.compiled_architecture(index)
+        architecture = _architecture(device)
         if isinstance(architecture, str):
             return f"{architecture}; use the 'triton' back end"
         return None if shape is None else self._shape_reason(shape, architecture)
@@ -71,9 +75,8 @@ class CudaBackend(AttentionBackend):
 
         With an INT8 cache decoding is fastest too, but prefill is not (benchmarks/results).
         """
-        index = torch.cuda.current_device() if device.index is None else device.index
         is_half = shape.kv_dtype in ("float16", "bfloat16") and shape.query_dtype != torch.float32
-        return is_half and library.compiled_architecture(index) == 90
+        return is_half and _architecture(device) == 90
 
     def prepare(self, metadata: AttentionMetadata, shape: AttentionShape) -> AttentionMetadata:
         """Cuts the step into items, on the device; all layers share them."""
@@ -83,9 +86,8 @@ class CudaBackend(AttentionBackend):
 
     @staticmethod
     def _make_work_list(metadata: AttentionMetadata, shape: AttentionShape) -> WorkList:
-        tuning = tuning_for(shape)
-        index = metadata.device.index
-        architecture = library.compiled_architecture(0 if index is None else index)
+        architecture = _architecture(metadata.device)
+        tuning = tuning_for(shape, is_hopper=architecture == 90)
         multiprocessors = _multiprocessors(metadata.device)
         has_clusters = isinstance(architecture, int) and 90 <= architecture < 120
         return make_work_list(metadata, shape, tuning, multiprocessors, has_clusters=has_clusters)
@@ -109,7 +111,7 @@ class CudaBackend(AttentionBackend):
         if not metadata.num_seqs or not q.shape[0]:
             out.zero_()
             return
-        tuning = tuning_for(shape)
+        tuning = tuning_for(shape, is_hopper=_architecture(q.device) == 90)
         work = metadata.work_list
         if not isinstance(work, WorkList):
             work = self._make_work_list(metadata, shape)
@@ -117,7 +119,8 @@ class CudaBackend(AttentionBackend):
             out, q, k_cache, v_cache, k_scales, v_scales, work.decode_items, work.prefill_items,
             metadata.query_start_loc, metadata.block_tables, work.states, work.sums, work.arrivals,
             scale, soft_cap or 0.0, window or 0, int(tuning.path), tuning.decode_head_dim,
-            tuning.prefill_head_dim, work.num_runs, work.row_tiles, work.cluster_size,
+            tuning.prefill_head_dim, tuning.prefill_rows, work.num_runs, work.row_tiles,
+            work.cluster_size,
         )  # fmt: skip
 
     def store_kv(

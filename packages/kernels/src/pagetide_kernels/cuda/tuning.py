@@ -35,7 +35,7 @@ class Tuning:
     tile_rows: rows of a decode tile: query heads of the group times query tokens.
     row_tiles: decode tiles of a group; a sequence whose rows they hold decodes.
     prefill_head_dim: head_dim of the prefill instance; 0: the decode kernel takes prefills too.
-    prefill_rows: rows of a prefill tile.
+    prefill_rows: rows of a prefill tile; decides only who computes what.
     few_leaves: a sequence has as few, until a leaf has ``long_leaf_keys``: a leaf ends with a
         merge, which short ones pay for dearly, and each may be another thread block's.
     min_leaf_keys: keys of the shortest leaf, a power of two.
@@ -79,34 +79,39 @@ def _compiled(head_dims: tuple[int, ...], head_dim: int) -> int:
     return next(each for each in head_dims if each >= head_dim)
 
 
+def _prefill_rows(head_dim: int, *, is_hopper: bool) -> int:
+    if head_dim <= 64 and is_hopper:
+        return 192  # of three consumers
+    return 128 if head_dim <= 128 else 64
+
+
 @cache
-def tuning_for(shape: AttentionShape) -> Tuning:
-    """The choice for a model's shape."""
+def tuning_for(shape: AttentionShape, *, is_hopper: bool = False) -> Tuning:
+    """The choice for a model's shape, and a card that has Hopper's kernels or not."""
     is_mma = shape.query_dtype != torch.float32
     coarse = _compiled(_COARSE_HEAD_DIMS, shape.head_dim)
-    dim = _compiled(_MMA_HEAD_DIMS, shape.head_dim)
-    decode_dim = dim if is_mma and not shape.is_quantized else coarse
-    tile_rows = 16 if is_mma and decode_dim <= 128 else 8
-    has_prefill = is_mma and not shape.is_quantized
-    has_long_steps = is_mma and (decode_dim <= 64 or (shape.is_quantized and decode_dim <= 128))
+    is_fine = is_mma and not shape.is_quantized
+    dim = _compiled(_MMA_HEAD_DIMS, shape.head_dim) if is_fine else coarse
+    tile_rows = 16 if is_mma and dim <= 128 else 8
+    has_long_steps = is_mma and (dim <= 64 or (shape.is_quantized and dim <= 128))
     # Every leaf ends with a merge. Long rows make that cheap beside its keys, and fill fewer
     # thread blocks; so do few KV heads, where INT8 takes more instructions a key.
-    few_leaves = 8 if decode_dim > 64 else 2
-    if decode_dim <= 64 and (not is_mma or (shape.is_quantized and shape.group_size >= 4)):
+    few_leaves = 8 if dim > 64 else 2
+    if dim <= 64 and (not is_mma or (shape.is_quantized and shape.group_size >= 4)):
         few_leaves = 4
     return Tuning(
         path=Path.MMA if is_mma else Path.SIMT,
-        decode_head_dim=decode_dim,
+        decode_head_dim=dim,
         tile_rows=tile_rows,
         row_tiles=-(-shape.group_size // tile_rows),
-        prefill_head_dim=dim if has_prefill else 0,
-        prefill_rows=(128 if dim <= 128 else 64) if has_prefill else tile_rows,
+        prefill_head_dim=dim if is_mma else 0,
+        prefill_rows=_prefill_rows(dim, is_hopper=is_hopper) if is_mma else tile_rows,
         few_leaves=few_leaves,
         min_leaf_keys=128 if has_long_steps else 64,
-        long_leaf_keys=1024 if decode_dim > 64 else 512,
+        long_leaf_keys=1024 if dim > 64 else 512,
         # INT8 keys are fewer bytes for as many instructions: more warps share them.
-        blocks_an_sm=2 if decode_dim > 64 or not is_mma else 4 if shape.is_quantized else 3,
-        least_blocks_an_sm=3 if decode_dim <= 64 and is_mma else 2,
-        cluster_blocks_an_sm=1 if decode_dim > 64 else 2,
-        cluster_leaves=8 if decode_dim > 64 else 16,
+        blocks_an_sm=2 if dim > 64 or not is_mma else 4 if shape.is_quantized else 3,
+        least_blocks_an_sm=3 if dim <= 64 and is_mma else 2,
+        cluster_blocks_an_sm=1 if dim > 64 else 2,
+        cluster_leaves=8 if dim > 64 else 16,
     )
