@@ -321,7 +321,8 @@ MUTANTS = (
     ),
     Mutant(
         "INT8, Hopper: tiles are overwritten while they are read", "prefill_widening.cuh",
-        "      if (pass % 2 == 0) wait(ring.empty[stage], parity);\n",
+        "    if (waiting != NOTHING)"
+        " wait(ring.empty[stage], (is_keys ? k_place.parity : v_place.parity) ^ 1);\n",
     ),
     Mutant(
         "INT8, Hopper: scales behind the sequence's end are read", "prefill_widening.cuh",
