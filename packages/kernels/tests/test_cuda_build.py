@@ -171,6 +171,8 @@ static_assert(MMA_FITS<Half, Half, 64> && MMA_FITS<Half, Half, 80> && MMA_FITS<H
 static_assert(MMA_FITS<Half, Half, 128> && MMA_FITS<Half, Half, 256>);
 static_assert(MMA_FITS<Half, int8_t, 64> && MMA_FITS<Half, int8_t, 128>);
 static_assert(MMA_FITS<Half, int8_t, 256>);
+static_assert(DecodeMemory<MmaEngine<Half, Half, 128, 2>>::bytes(75) <= MAX, "sixteen rows");
+static_assert(DecodeMemory<MmaEngine<Half, int8_t, 128, 2>>::bytes(75) <= MAX, "sixteen rows");
 static_assert(SIMT_FITS<64> && SIMT_FITS<128> && SIMT_FITS<256>, "64 KB");
 template void launch_prefill_instance<Half, Half, 64>(const AttentionParams&, cudaStream_t);
 template void launch_prefill_instance<Half, int8_t, 64>(const AttentionParams&, cudaStream_t);
