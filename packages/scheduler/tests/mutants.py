@@ -246,7 +246,7 @@ MUTANTS = (
         "recovery",
         "        return min(self._suspects.values(), key=lambda request: request.order)",
         "        return None",
-        "test_recovery",
+        "test_restarted",
     ),
     Mutant(
         "the failed plan's own requests trusted",
