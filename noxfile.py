@@ -38,7 +38,8 @@ nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = False
 nox.options.sessions = [
-    "tests", "tests_no_torch", "tests_torch_free", "mutants(kernels)", "lint", "pins", "docs",
+    "tests", "tests_no_torch", "tests_torch_free", "mutants(kernels)", "cuda", "lint", "pins",
+    "docs",
 ]  # fmt: skip
 
 
@@ -214,22 +215,23 @@ def _path_without_nvcc(folder: Path) -> str:
     return str(folder)
 
 
-@nox.session(default=False)
+@nox.session
 def cuda(session: nox.Session) -> None:
     """The compiled CUDA library: its wheel, from PyPI's compilers, and its tests.
 
-    Compiles for sm_75 and sm_90a; `-- all` for every architecture, `-- 80` for that one. Then the
-    ladder of `benchmarks/ladder`, for both.
+    Compiles for every architecture, `-- 75 90a` for those two, and the ladder of
+    `benchmarks/ladder`. It needs g++, but neither nvcc nor a GPU.
     """
-    architectures = session.posargs or ["75", "90a"]
-    chosen = "" if architectures == ["all"] else " ".join(architectures)
+    sys.path.insert(0, str(ROOT / "packages" / "kernels"))
+    from build_cuda import COMPILER_WHEELS, missing_reason
+
+    if reason := missing_reason(need_nvcc=False):
+        session.skip(reason)
+    chosen = " ".join(session.posargs)
     no_nvcc = {"PATH": _path_without_nvcc(ROOT / "build" / "path-without-nvcc"), "CUDA_HOME": "",
                "CUDA_PATH": ""}  # fmt: skip
     build = {**no_nvcc, "PAGETIDE_BUILD_CUDA": "1", "PAGETIDE_CUDA_ARCHS": chosen}
     wheels = _build_wheels(session, ["kvcache", "kernels"], build)
-    sys.path.insert(0, str(ROOT / "packages" / "kernels"))
-    from build_cuda import COMPILER_WHEELS
-
     _install(session, *wheels, *COMPILER_WHEELS, "pytest", "hypothesis", "hatchling")
     session.run("python", "-m", "pagetide_kernels", env=no_nvcc)
     session.chdir(str(ROOT))
