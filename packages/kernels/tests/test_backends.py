@@ -65,7 +65,7 @@ def test_auto_takes_what_claims_to_be_fastest(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_compiled_back_end_claims_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half-precision queries on Hopper, whatever the cache; wider heads prefill faster elsewhere."""
+    """Half-precision queries on Hopper, whatever the cache; Triton prefills wider heads faster."""
     half = pk.AttentionShape(9, 3, 64, 16, torch.float16, "float16")
     device = torch.device("cuda", 0)
     for architecture in (75, 80, 90, 100):
