@@ -108,15 +108,24 @@ def tuning_for(shape: AttentionShape, capability: tuple[int, int]) -> Tuning:
         )  # fmt: skip
         if rows > 16:
             return replace(prefill, tile=64, min_leaf_tiles=2, decode_stages=2, programs_an_sm=2)
+        # A program that merges few query heads has registers for more warps.
+        has_few_heads = shape.group_size <= 4
+        if shape.is_quantized and has_few_heads:
+            return replace(
+                prefill, tile=64, min_leaf_tiles=2, decode_warps=2, decode_stages=2,
+                decode_registers=168, programs_an_sm=6,
+            )  # fmt: skip
         if shape.is_quantized:
             return replace(
-                prefill, tile=32, min_leaf_tiles=4, decode_warps=1, decode_stages=3,
-                programs_an_sm=8,
+                prefill, tile=32, min_leaf_tiles=4, decode_warps=1, decode_stages=2,
+                programs_an_sm=9,
             )  # fmt: skip
-        return replace(
-            prefill, group=4, decode_warps=8, decode_stages=2, decode_registers=128,
-            programs_an_sm=2,
-        )  # fmt: skip
+        if has_few_heads:
+            return replace(
+                prefill, group=4, decode_warps=8, decode_stages=2, decode_registers=128,
+                programs_an_sm=2,
+            )  # fmt: skip
+        return replace(prefill, tile=64, min_leaf_tiles=2, group=4, decode_warps=2, decode_stages=2)
     prefill = Tuning(dim, decode_rows=rows, overlaps=overlaps, prefill_rows=max(128, rows))
     if shape.group_size < 4:
         # Many KV heads, so many programs: a warp each, which has nobody to wait for.
