@@ -126,8 +126,11 @@ struct SimtEngine {
     constexpr int CHUNK = Layout::CHUNK;
     constexpr bool IS_QUANTIZED = sizeof(T) == 1;
 
-    // Dot products over this lane's part of its key, then across the parts.
+    // Dot products over this lane's part of its key, then across the parts. Sixteen columns at a time make a sum of
+    // their own: one chain over all of them would round a long row's score twice as much.
+    constexpr int RUN = 16 / CHUNK;  // chunks
     float s[ROWS] = {};
+    float run[ROWS];
 #pragma unroll
     for (int i = 0; i < PART_CHUNKS; ++i) {
       const int chunk = part * PART_CHUNKS + i;
@@ -139,16 +142,18 @@ struct SimtEngine {
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         if (r >= num_rows) continue;
+        if (i % RUN == 0) run[r] = 0.0f;
         const float4* q = reinterpret_cast<const float4*>(q_smem + r * DIM + chunk * CHUNK);
 #pragma unroll
         for (int j = 0; j < CHUNK; j += 4) {
           const float4 four = q[j / 4];
           constexpr int N = CHUNK / 4;
-          s[r] = fmaf(four.x, k[j / N][j % N], s[r]);
-          s[r] = fmaf(four.y, k[(j + 1) / N][(j + 1) % N], s[r]);
-          s[r] = fmaf(four.z, k[(j + 2) / N][(j + 2) % N], s[r]);
-          s[r] = fmaf(four.w, k[(j + 3) / N][(j + 3) % N], s[r]);
+          run[r] = fmaf(four.x, k[j / N][j % N], run[r]);
+          run[r] = fmaf(four.y, k[(j + 1) / N][(j + 1) % N], run[r]);
+          run[r] = fmaf(four.z, k[(j + 2) / N][(j + 2) % N], run[r]);
+          run[r] = fmaf(four.w, k[(j + 3) / N][(j + 3) % N], run[r]);
         }
+        if (i % RUN == RUN - 1 || i == PART_CHUNKS - 1) s[r] = __fadd_rn(s[r], run[r]);
       }
     }
 
