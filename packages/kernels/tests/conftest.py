@@ -2,10 +2,13 @@
 
 import os
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 import torch
+
+import pagetide_kernels as pk
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -20,6 +23,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     dropped = [item for i, item in enumerate(items) if i % int(count) != int(index)]
     items[:] = items[int(index) :: int(count)]
     config.hook.pytest_deselected(items=dropped)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Where a back end declares bfloat16 unsupported (sm_75), a refusal is all there is to test."""
+    try:
+        return (yield)
+    except pk.UnsupportedError as error:
+        parameters = pyfuncitem.callspec.params if hasattr(pyfuncitem, "callspec") else {}
+        name, device = parameters.get("backend"), parameters.get("device", "cuda")
+        if name is None:
+            raise
+        half = pk.AttentionShape(1, 1, 64, 16, torch.float16, "float16")
+        brain = pk.AttentionShape(1, 1, 64, 16, torch.bfloat16, "bfloat16")
+        declared = pk.select_backend(name, half, device).unsupported_reason(
+            brain, torch.device(device)
+        )
+        if declared is None or declared not in str(error):
+            raise
+        pytest.skip(f"refused as declared: {declared}")
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
