@@ -171,6 +171,8 @@ def mutants(session: nox.Session, package: str) -> None:
     The kernels' are Triton's, interpreted; those of CUDA need a GPU and are tried by
     `packages/kernels/tests/mutants_cuda.py`.
     """
+    if sys.platform != "linux":
+        session.skip("the runner forks, and Triton is for Linux only")
     _install(session, *_build_wheels(session, _through(package)), "pytest", "hypothesis", "numpy")
     script = {"kernels": "mutants_triton.py", "scheduler": "mutants.py"}[package]
     session.run("python", f"packages/{package}/tests/{script}", *session.posargs)

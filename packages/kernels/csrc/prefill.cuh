@@ -37,9 +37,10 @@ struct PrefillTiles {
   static constexpr int QUERY_BYTES = ROWS * QueryLayout::ROW_BYTES;
 
   __host__ __device__ static constexpr int stages(int arch) { return arch < 80 ? 1 : 2; }
-  // The longest tile of keys whose scores still fit the registers; sm_75 needs more of them for addresses.
+  // The longest tile of keys whose scores still fit the registers; sm_75 needs more of them for addresses, INT8 for
+  // what it widens.
   __host__ __device__ static constexpr int keys(int arch) {
-    return DIM <= 128 ? (arch < 80 && DIM == 128 ? 32 : 64) : (arch < 80 && !IS_QUANTIZED ? 16 : 32);
+    return DIM <= 128 ? (DIM == 128 && (arch < 80 || IS_QUANTIZED) ? 32 : 64) : (arch < 80 && !IS_QUANTIZED ? 16 : 32);
   }
   __host__ __device__ static constexpr int tile_bytes(int arch) { return keys(arch) * KeyLayout::ROW_BYTES; }
   __host__ __device__ static constexpr int terms_bytes(int arch) { return IS_QUANTIZED ? 3 * 4 * keys(arch) : 0; }

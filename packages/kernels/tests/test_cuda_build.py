@@ -149,7 +149,9 @@ def assert_no_spills(said_by_ptxas: str) -> None:
         ((stored, loaded),) = re.findall(
             r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry
         )
-        allowed = 0 if architecture == "75" else 96
+        allowed = 0 if architecture == "75" else 32
+        if re.search(r"prefill_hopper_kernel\w+EaLi128E", entry):
+            allowed = 64  # INT8's producer widens a tile in registers; faster so than with fewer
         assert max(int(stored), int(loaded)) <= allowed, entry
 
 
@@ -217,8 +219,8 @@ def test_hopper_code_multiplies_by_warpgroups_without_waiting(stored: str, tmp_p
     assert "serialized" not in said, said
     kernels = run([disassembler(), "-sass", str(cubin)]).split("Function : ")[1:]
     assert len(kernels) == 2
-    for kernel in kernels:
-        assert re.search(r"HGMMA\.64x(96|128)x16\.F32", kernel), kernel[:200]
+    for keys in (96, 128):  # of head_dim 64 and 128
+        assert sum(f"HGMMA.64x{keys}x16.F32" in kernel for kernel in kernels) == 1, said
 
 
 @pytest.mark.long

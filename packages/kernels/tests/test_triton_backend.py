@@ -104,7 +104,7 @@ except pk.UnsupportedError as error:
 
 
 def test_shared_memory_decides_the_prefill_tile_alone() -> None:
-    """Decode's tiles and leaves, the arithmetic, are the same on every card."""
+    """Tiles along the keys and leaves, the arithmetic, are the same on every card."""
     from pagetide_kernels.triton.tuning import tuning_for
 
     for head_dim in (64, 128, 256):
@@ -117,6 +117,7 @@ def test_shared_memory_decides_the_prefill_tile_alone() -> None:
                     tuning.leaf_growth,
                     tuning.min_leaf_tiles,
                     tuning.group,
+                    tuning.prefill_tile,
                 )
                 for tuning in (tuning_for(shape, card) for card in ((8, 0), (8, 9), (9, 0)))
             }

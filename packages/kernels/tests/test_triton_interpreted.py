@@ -30,7 +30,9 @@ def interpreted(*options: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--tb=short",
          "-W", "ignore", "-W", "error::pytest.PytestUnraisableExceptionWarning",
-         "-m", "not gpu", *options, *(str(TESTS / name) for name in FILES)],
+         # Programs of a full card follow each other in `test_exactness_level_1`, too.
+         "-m", "not gpu", "-k", "not test_a_full_card", *options,
+         *(str(TESTS / name) for name in FILES)],
         env={
             **os.environ, "TRITON_INTERPRET": "1", "PAGETIDE_BACKENDS": "triton",
             "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environment,
@@ -54,5 +56,5 @@ def test_the_contract_holds_interpreted(shards: list[subprocess.Popen[str]], ind
     output, _ = shards[index].communicate()
     assert shards[index].returncode == 0, output
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", output)}
-    assert 120 <= counts["passed"] <= 160, output  # at most 320 cases in all
+    assert 120 <= counts["passed"] <= 150, output  # at most 300 cases in all
     assert "skipped" not in counts, output

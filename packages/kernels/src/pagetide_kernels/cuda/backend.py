@@ -111,15 +111,15 @@ class CudaBackend(AttentionBackend):
         if not metadata.num_seqs or not q.shape[0]:
             out.zero_()
             return
-        tuning = tuning_for(shape, is_hopper=_architecture(q.device) == 90)
         work = metadata.work_list
         if not isinstance(work, WorkList):
             work = self._make_work_list(metadata, shape)
+        tuning = work.tuning
         library.load().paged_attention(
             out, q, k_cache, v_cache, k_scales, v_scales, work.decode_items, work.prefill_items,
             metadata.query_start_loc, metadata.block_tables, work.states, work.sums, work.arrivals,
             scale, soft_cap or 0.0, window or 0, int(tuning.path), tuning.decode_head_dim,
-            tuning.prefill_head_dim, tuning.prefill_rows, work.num_runs, work.row_tiles,
+            tuning.prefill_head_dim, tuning.prefill_rows, work.num_runs, tuning.row_tiles,
             work.cluster_size,
         )  # fmt: skip
 

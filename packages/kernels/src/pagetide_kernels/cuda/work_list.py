@@ -24,6 +24,7 @@ class WorkList:
     """One step's items, and the memory through which the thread blocks of one sequence meet.
 
     Attributes:
+        tuning: which kernels serve the step.
         decode_items: int32 [capacity, 32], see ``DecodeItem`` in ``params.h``.
         prefill_items: int32 [capacity, 16].
         states: float32 [states, kv heads x row tiles, rows, head_dim], sums of values of a leaf.
@@ -31,17 +32,16 @@ class WorkList:
         arrivals: int32 [S, kv heads x row tiles], blocks of a sequence that have finished; zeros
             between launches.
         num_runs: decode thread blocks of a KV head's row tile.
-        row_tiles: decode tiles of a group's rows.
         cluster_size: thread blocks of a sequence that meet in shared memory; 1: in ``states``.
     """
 
+    tuning: Tuning
     decode_items: Tensor
     prefill_items: Tensor
     states: Tensor
     sums: Tensor
     arrivals: Tensor
     num_runs: int
-    row_tiles: int
     cluster_size: int
 
 
@@ -112,6 +112,7 @@ def make_work_list(
     prefill_capacity = row_tiles if has_prefill else 0
     state_rows = min(tuning.tile_rows, max(1, bounds.max_query_len) * shape.group_size)
     work = WorkList(
+        tuning=tuning,
         decode_items=torch.empty(
             decode_capacity, _DECODE_ITEM_WORDS, dtype=torch.int32, device=device
         ),
@@ -120,7 +121,6 @@ def make_work_list(
         sums=torch.empty(num_states, heads, 2, state_rows, device=device),
         arrivals=torch.empty(num_seqs, heads, dtype=torch.int32, device=device),
         num_runs=num_runs,
-        row_tiles=tuning.row_tiles,
         cluster_size=cluster_size,
     )
     load().work_list(

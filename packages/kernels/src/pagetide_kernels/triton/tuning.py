@@ -1,8 +1,8 @@
 """Tile sizes, warps and stages: one static choice a shape and kind of card.
 
 The tile along the keys and the cut into leaves are part of the arithmetic (exactness level 1), so
-nothing here may depend on a batch. What a card's shared memory decides is the prefill tile. The
-choices were measured on an H200.
+nothing here may depend on a batch. They do not depend on the card either; what a card's shared
+memory decides is how many rows a prefill tile has. The choices were measured on an H200.
 """
 
 from __future__ import annotations
@@ -101,10 +101,11 @@ def tuning_for(shape: AttentionShape, capability: tuple[int, int]) -> Tuning:
             overlaps=overlaps, prefill_rows=max(64, rows), prefill_tile=32, prefill_stages=2,
         )  # fmt: skip
     if dim == 128:
-        # As many keys as dims, where they fit: scores and sums then have one layout.
+        # As many keys as dims: scores and sums then have one layout.
         prefill = Tuning(
-            dim, decode_rows=rows, overlaps=overlaps, prefill_tile=64 if is_small else 128,
-            prefill_warps=8, prefill_stages=2 if memory < 200 * 1024 or shape.is_quantized else 3,
+            dim, decode_rows=rows, overlaps=overlaps, prefill_tile=128,
+            prefill_rows=max(64 if is_small else 128, rows), prefill_warps=4 if is_small else 8,
+            prefill_stages=1 if is_small else 2 if memory < 200 * 1024 or shape.is_quantized else 3,
         )  # fmt: skip
         if rows > 16:
             return replace(prefill, tile=64, min_leaf_tiles=2, decode_stages=2, programs_an_sm=2)
