@@ -107,9 +107,9 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, COMPILED_ARCH < 80 ? 1 : 
   constexpr int STATE_FLOATS = StateLayout<Engine>::FLOATS;
   constexpr int STEP_KEYS = Walk<Engine>::STEP_KEYS;
   extern __shared__ __align__(128) unsigned char smem[];
-  __shared__ uint32_t finished;  // leaves that warps have announced, all of them together
+  __shared__ Barrier finished;  // complete when every warp has announced the next leaf; with two buffers of states
   __shared__ bool is_last;
-  __shared__ uint64_t sent;  // counts what the others of a cluster send to its first block
+  __shared__ Barrier sent;  // counts what the others of a cluster send to its first block
 
   // Thread blocks of a cluster are neighbours.
   const int run = blockIdx.x;
@@ -120,10 +120,11 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, COMPILED_ARCH < 80 ? 1 : 
   const int warp = kept(threadIdx.x / WARP);
 
   if (threadIdx.x == 0) {
-    finished = 0;
-    if (p.cluster_size > 1) init_arrivals(&sent);
+    if (BUFFERS == 2) init_barrier(finished, Engine::WARPS * WARP_ARRIVALS);
+    init_barrier(sent, 1);
+    if (p.cluster_size > 1) show_barriers();
   }
-  __syncthreads();  // the count begins at zero
+  __syncthreads();  // the barriers are there
   if (p.cluster_size > 1) cluster_arrive();
   const int* item_words = reinterpret_cast<const int*>(p.decode_items) + threadIdx.x % WARP;
   TileCopier<Engine> copier(p, item_words, kv_head, row_tile, warp);
@@ -150,7 +151,9 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, COMPILED_ARCH < 80 ? 1 : 
   // The first tiles set off. Every step ends a group of copies, empty or not: the count of groups is that of steps.
   WorkItem item = item_of(words);
   Walk<Engine> walk(item, row_tile, p);
+  walk.narrow(item);
   copier.enter(words, item, walk);
+  engine.load(item, kv_head);
   uint32_t tile = ring;
 #pragma unroll 1
   for (int i = 0; IS_ASYNC && i < STAGES; ++i) {
@@ -161,8 +164,6 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, COMPILED_ARCH < 80 ? 1 : 
   const Share share;
   if (p.cluster_size > 1) cluster_wait();  // the first block runs, and counts what is sent to it
   for (;;) {
-    item.first_row = walk.first_row;
-    item.num_rows = walk.num_rows;
     words = item.next < 0 ? -1 : item_words[item.next * DECODE_ITEM_WORDS];
     const bool is_whole = item.num_items == 1;
     const bool is_clustered = !is_whole && p.cluster_size > 1;
@@ -186,7 +187,7 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, COMPILED_ARCH < 80 ? 1 : 
         if (has_total) {
           totals[pass].merge(state);
         } else if (is_clustered) {
-          share.send_to_first(state, leaves_smem + (leaf - 1) * STATE_FLOATS, row, &sent);
+          share.send_to_first(state, leaves_smem + (leaf - 1) * STATE_FLOATS, row, sent);
         } else {
           const int64_t at = state_index + static_cast<int64_t>(leaf) * heads;
           share.leave(state, p.sums + at * 2 * p.state_rows + row, p.sums + (at * 2 + 1) * p.state_rows + row,
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, COMPILED_ARCH < 80 ? 1 : 
         wait_copies<STAGES - 1>();
         __syncwarp();  // not only this lane's part of the tile has landed
         const int first_key = step * STEP_KEYS + warp * Engine::TILE;
-        engine.attend(tile, first_key, walk.is_plain(first_key));
+        if (first_key < walk.end_key) engine.attend(tile, first_key, walk.is_plain(first_key));
         __syncwarp();  // all lanes have read the tile whose place another takes
         if (IS_ASYNC) copier.start_next(tile);
         commit_copies();
@@ -217,13 +218,13 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, COMPILED_ARCH < 80 ? 1 : 
       // leaf has also merged the one before it, so this leaf's buffer is free. Behind the last leaf all meet.
       if constexpr (BUFFERS == 2) {
         if (leaf > begin_leaf) {
-          wait_for(&finished, num_announced * Engine::WARPS);
+          wait(finished, (num_announced - 1u) % 2);
           merge_warps(leaf - 1, (num_leaves - 1) % 2);
         }
         engine.share_state(states_smem + (num_leaves % 2 * Engine::WARPS + warp) * STATE_FLOATS);
         ++num_leaves;
         if (leaf + 1 < end_leaf) {
-          announce(&finished);
+          arrive_as_warp(finished);
           ++num_announced;
         } else {
           __syncthreads();  // every warp's state of the last leaf is in shared memory
@@ -243,8 +244,8 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, COMPILED_ARCH < 80 ? 1 : 
       if (has_total) {
         const int begin = max(walk.visible_leaf, item.num_leaves);  // behind its own
         const int num_states = max(0, walk.visible_end - begin) * max(0, item.num_rows);
-        if (threadIdx.x == 0) expect_bytes(&sent, num_states * Share::ROW_BYTES);
-        wait_for_bytes(&sent);
+        if (threadIdx.x == 0) arrive_expecting(sent, num_states * Share::ROW_BYTES);
+        wait(sent, 0);
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
           const int row = pass * Share::ROWS + share.row;
@@ -291,6 +292,8 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, COMPILED_ARCH < 80 ? 1 : 
     }
     item = item_of(words);
     walk = Walk<Engine>(item, row_tile, p);
+    walk.narrow(item);
+    engine.load(item, kv_head);
   }
 }
 

@@ -27,6 +27,12 @@ struct Walk {
   int begin_step, end_step;       // of this run
   int plain_begin, plain_last;    // keys that a plain tile may begin with
 
+  // The item's rows become those of the row tile.
+  __device__ __forceinline__ void narrow(WorkItem& item) const {
+    item.first_row = first_row;
+    item.num_rows = num_rows;
+  }
+
   // Whether every row sees every key of a tile, and no score is capped.
   __device__ __forceinline__ bool is_plain(int first_key) const {
     return first_key >= plain_begin && first_key <= plain_last;
@@ -176,10 +182,14 @@ class TileCopier {
   }
 
  private:
-  // `tile_blocks`: lane l holds the block of keys 8 l to 8 l + 7 of the tile.
+  // `tile_blocks`: lane l holds the block of keys 8 l to 8 l + 7 of the tile. A tile of no keys stays as it was: nobody
+  // looks at it.
   __device__ __forceinline__ void copy(int key, uint32_t stage_smem, int tile_blocks) const {
+    if (key >= end_key) return;
     if (is_plain && key + TILE <= end_key) {
-      copy_plain(key, stage_smem, tile_blocks);
+      copy_plain<true>(key, stage_smem, tile_blocks);
+    } else if (is_plain) {
+      copy_plain<false>(key, stage_smem, tile_blocks);
     } else {
       const KV* k_head = static_cast<const KV*>(p.k) + kv_head * p.k_strides.head;
       const KV* v_head = static_cast<const KV*>(p.v) + kv_head * p.v_strides.head;
@@ -194,12 +204,15 @@ class TileCopier {
   }
 
   __device__ __forceinline__ void copy_scales(int key, uint32_t scales_smem, int tile_blocks) const {
-    if (has_plain_scales && key + TILE <= end_key) {
-      const int my_unit = lane * 4 / UNIT * UNIT % TILE;
-      const uint32_t block = __shfl_sync(ALL_LANES, tile_blocks, my_unit / 8);
-      const uint32_t slot = (key + my_unit) & p.slot_mask;
+    if (has_plain_scales) {
+      const int my_key = lane * 4 % TILE;
+      const uint32_t block = __shfl_sync(ALL_LANES, tile_blocks, my_key / UNIT * UNIT / 8);
+      const uint32_t slot = (key + my_key / UNIT * UNIT) & p.slot_mask;
       const uint64_t from = scale_lane + uint64_t{slot * 4} + uint64_t{block} * uint32_t(p.k_scale_strides.block * 4);
-      if (lane < SCALE_LANES) copy_16_async(scales_smem + lane * 16, reinterpret_cast<const void*>(from));
+      const int bytes = 4 * max(0, min(4, end_key - key - my_key));
+      if (lane < SCALE_LANES) {
+        copy_16_async(at_shared_address(scales_smem + lane * 16), reinterpret_cast<const void*>(from), bytes);
+      }
       return;
     }
 #pragma unroll 1
@@ -218,9 +231,19 @@ class TileCopier {
     }
   }
 
-  // A whole tile of whole rows: nothing to fill with zeros, and one address for all rows of a unit but for constants.
+  // Rows that lie regularly: one address for all rows of a unit but for constants. Of a tile that is not whole the rows
+  // behind the sequence's end become zeros.
+  template <bool IS_WHOLE>
   __device__ __forceinline__ void copy_plain(int key, uint32_t stage_smem, int tile_blocks) const {
     constexpr int FROM_ROW_BYTES = Engine::DIM * int(sizeof(KV));
+    const int num_rows = end_key - key - lane / CHUNKS;  // of this lane's
+    auto start = [&](uint32_t to_smem, uint64_t from, int row) {
+      if constexpr (IS_WHOLE) {
+        copy_16_async(to_smem, reinterpret_cast<const void*>(from));
+      } else {
+        copy_16_async(at_shared_address(to_smem), reinterpret_cast<const void*>(from), row < num_rows ? 16 : 0);
+      }
+    };
 #pragma unroll
     for (int unit = 0; unit < TILE; unit += UNIT) {
       const uint32_t block = __shfl_sync(ALL_LANES, tile_blocks, unit / 8);
@@ -231,8 +254,8 @@ class TileCopier {
       for (int row = 0; row < UNIT; row += PASS_ROWS) {
         const uint32_t to =
             stage_smem + Layout::rows_further(lane_smem, row % 8) + (unit + row / 8 * 8) * Layout::ROW_BYTES;
-        copy_16_async(to, reinterpret_cast<const void*>(k_from + row * FROM_ROW_BYTES));
-        copy_16_async(to + TILE_BYTES, reinterpret_cast<const void*>(v_from + row * FROM_ROW_BYTES));
+        start(to, k_from + row * FROM_ROW_BYTES, unit + row);
+        start(to + TILE_BYTES, v_from + row * FROM_ROW_BYTES, unit + row);
       }
     }
   }

@@ -53,6 +53,7 @@ struct MmaEngine {
                                 : kept(uint32_t(Layout::offset(threadIdx.x % 8 + threadIdx.x % WARP / 16 * 8,
                                                                threadIdx.x / 8 % 2)));
   int num_rows = 0;
+  bool is_fresh;  // no key of the leaf has been seen
   int positions[ROW_TILES][2];
   uint32_t q[ROW_TILES][DIM / 16][2];
   float biases[ROW_TILES][CHAINS][2];  // minus what the bias of widened keys adds to the row's products
@@ -64,15 +65,10 @@ struct MmaEngine {
   __device__ __forceinline__ MmaEngine(const AttentionParams& params, unsigned char*)
       : p(params), factor(params.scale * LOG2_E) {}
 
-  // Reads an item's queries.
-  __device__ __forceinline__ void begin(const WorkItem& item, int kv_head) {
-    num_rows = item.num_rows;
+  // Starts to read an item's queries.
+  __device__ __forceinline__ void load(const WorkItem& item, int kv_head) {
 #pragma unroll
     for (int r = 0; r < ROW_TILES; ++r) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        positions[r][j] = item.seq_len - item.query_len + token_of(item.first_row + 8 * r + 2 * c + j, item, p);
-      }
       const int row = 8 * r + g;
       const Place place = place_of(item.first_row + row, item, kv_head, p);
       const T* from = static_cast<const T*>(p.q) + place.token * p.q_token_stride + place.head * p.q_head_stride;
@@ -95,6 +91,18 @@ struct MmaEngine {
           return column < p.head_dim ? from[column].bits | static_cast<uint32_t>(from[column + 1].bits) << 16 : 0u;
         });
       }
+    }
+  }
+
+  // Begins an item, whose queries have been read.
+  __device__ __forceinline__ void begin(const WorkItem& item, int) {
+    num_rows = item.num_rows;
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        positions[r][j] = item.seq_len - item.query_len + token_of(item.first_row + 8 * r + 2 * c + j, item, p);
+      }
       if constexpr (IS_BIASED) {
         const uint32_t bias = pack<T>(-Widened::BIAS, -Widened::BIAS);
         const uint32_t all[4] = {bias, bias, bias, bias};
@@ -112,6 +120,7 @@ struct MmaEngine {
   }
 
   __device__ __forceinline__ void reset() {
+    is_fresh = true;
 #pragma unroll
     for (int r = 0; r < ROW_TILES; ++r) {
       sums[r][0] = sums[r][1] = SoftmaxSum{NO_KEY};
@@ -209,7 +218,8 @@ struct MmaEngine {
       });
       return is_outgrown;
     };
-    if (__any_sync(ALL_LANES, weigh())) {
+    if (is_fresh || __any_sync(ALL_LANES, weigh())) {
+      is_fresh = false;
       follow(s, factors, v_scales);
       weigh();
     }

@@ -59,6 +59,8 @@ struct SimtEngine {
         q_smem(reinterpret_cast<float*>(own_smem)),
         weights_smem(reinterpret_cast<float*>(own_smem + QUERY_BYTES + threadIdx.x / WARP * WEIGHT_BYTES)) {}
 
+  __device__ __forceinline__ void load(const WorkItem&, int) {}  // they go to shared memory, which the last may need
+
   __device__ __forceinline__ void begin(const WorkItem& item, int kv_head) {
     num_rows = item.num_rows;
     __syncthreads();  // all warps have read the queries of the item before

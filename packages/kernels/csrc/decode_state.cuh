@@ -57,12 +57,12 @@ struct RowShare {
     return state;
   }
 
-  // Sends it to where the cluster's first thread block has its state, ROW_BYTES in all.
+  // Sends it to where the cluster's first thread block has its state, ROW_BYTES in all, and counts them at its barrier.
   static constexpr int ROW_BYTES = 4 * (Engine::DIM + 2);
   __device__ __forceinline__ void send_to_first(const State& state, const float* state_smem, int state_row,
-                                                const uint64_t* barrier_smem) const {
+                                                const Barrier& complete) const {
     const uint32_t to = in_first_block(shared_address(state_smem));
-    const uint32_t barrier = in_first_block(shared_address(barrier_smem));
+    const uint32_t barrier = in_first_block(shared_address(&complete));
     if (lane == 0) send(to + 4 * (2 * state_row), make_float2(state.m, state.l), barrier);
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {

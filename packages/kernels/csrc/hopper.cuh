@@ -23,36 +23,9 @@ __device__ __forceinline__ void copy_whole_16_async(void* to_smem, const void* f
                : "memory");
 }
 
-// ---- barriers in shared memory
-
-// Complete when `count` arrivals have come, and then again for the next count.
-struct Barrier {
-  uint64_t word;
-};
-
-__device__ __forceinline__ void init_barrier(Barrier& barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void arrive(Barrier& barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
-}
-
 // Arrives when this thread's asynchronous copies so far have landed; the thread itself goes on.
 __device__ __forceinline__ void arrive_after_copies(Barrier& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
-}
-
-__device__ __forceinline__ void wait(Barrier& barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(shared_address(&barrier)),
-      "r"(parity)
-      : "memory");
 }
 
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

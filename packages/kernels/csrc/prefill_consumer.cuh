@@ -28,10 +28,6 @@ __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char*
   RingPlace<Memory::QUERY_STAGES> q_place;
   RingPlace<Tiles::STAGES> k_place, v_place;
   RingPlace<HopperShared<Tiles>::TERMS> terms_place;
-  auto release = [&](Barrier& empty) {
-    __syncwarp();  // every lane of the warp has used the stage
-    if (lane == 0) arrive(empty);
-  };
   auto wait_turn = [&]() {
     if constexpr (Tiles::TAKES_TURNS) sync_named(Named::TURN + group, 2 * WARPGROUP);
   };
@@ -67,7 +63,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char*
   };
   auto finish_scores = [&]() {
     hold(s);
-    release(shared.keys.empty[k_place.stage]);
+    arrive_as_warp(shared.keys.empty[k_place.stage]);
     k_place.advance();
   };
 
@@ -109,7 +105,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char*
     hold(acc);
 #pragma unroll
     for (int i = 0; i < KEYS / 16; ++i) hold(weights[i]);
-    release(shared.values.empty[v_place.stage]);
+    arrive_as_warp(shared.values.empty[v_place.stage]);
     v_place.advance();
   };
 
@@ -248,7 +244,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char*
         for (int j = 0; j < 8; ++j) to[j] = reinterpret_cast<const T*>(from)[j];
       }
     }
-    release(shared.queries.empty[q_place.stage]);
+    arrive_as_warp(shared.queries.empty[q_place.stage]);
   };
 
   for (;;) {

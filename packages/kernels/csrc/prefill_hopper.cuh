@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(HopperMemory<Tiles>::THREADS, 1)
     auto init = [](Barrier* full, Barrier* empty, int stages, int producers) {
       for (int i = 0; i < stages; ++i) {
         init_barrier(full[i], producers);
-        init_barrier(empty[i], Tiles::CONSUMERS * WARPGROUP / WARP);
+        init_barrier(empty[i], Tiles::CONSUMERS * WARPGROUP / WARP * WARP_ARRIVALS);
       }
     };
     init(shared.queries.full, shared.queries.empty, Memory::QUERY_STAGES, WARPGROUP + 1);  // and once for the job

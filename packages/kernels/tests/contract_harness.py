@@ -260,10 +260,15 @@ def dense_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """PyTorch's attention of [query_len, heads, head_dim] to [seq_len, kv_heads, head_dim]."""
+    """PyTorch's attention of [query_len, heads, head_dim] to [seq_len, kv_heads, head_dim].
+
+    ``PAGETIDE_DENSE_DEVICE`` names where, for tools that other libraries' kernels do not bear.
+    """
     query_len, seq_len = len(q), len(k)
     if query_len == 0:
         return q
+    device = q.device
+    q, k, v = (x.to(os.environ.get("PAGETIDE_DENSE_DEVICE", device)) for x in (q, k, v))
     group_size = q.shape[1] // k.shape[1]
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     k, v = k.repeat_interleave(group_size, 0), v.repeat_interleave(group_size, 0)
@@ -277,4 +282,4 @@ def dense_attention(
     else:
         scores = soft_cap * torch.tanh(q @ k.transpose(1, 2) * scale / soft_cap)
         out = scores.masked_fill(~is_visible, -torch.inf).softmax(-1) @ v
-    return out.transpose(0, 1)
+    return out.transpose(0, 1).to(device)

@@ -100,7 +100,7 @@ MUTANTS = (
     ),
     Mutant(
         "a warp does not wait for the leaf before", "decode.cuh",
-        "wait_for(&finished, num_announced * Engine::WARPS);",
+        "wait(finished, (num_announced - 1u) % 2);",
     ),
     Mutant(
         "a stage of the ring is overwritten early", "decode.cuh",
@@ -196,6 +196,14 @@ MUTANTS = (
         "a tile's second sixteen keys take the block of its first", "decode_copy.cuh",
         "tile_blocks, unit / 8)", "tile_blocks, 0)",
         tests="mma",
+    ),
+    Mutant(
+        "rows behind the sequence's end are read in plain tiles", "decode_copy.cuh",
+        "row < num_rows ? 16 : 0", "16",
+    ),
+    Mutant(
+        "scales behind the sequence's end are read", "decode_copy.cuh",
+        "4 * max(0, min(4, end_key - key - my_key))", "16", tests="mma int8",
     ),
     Mutant(
         "every key takes the scale of its block's first", "decode_copy.cuh",
