@@ -147,7 +147,7 @@ void paged_attention(TensorView out, TensorView q, TensorView k, TensorView v, O
                      TensorView query_start_loc, TensorView block_tables, TensorView states, TensorView sums,
                      TensorView arrivals, double scale, double soft_cap, int64_t window, int64_t path,
                      int64_t decode_head_dim, int64_t prefill_head_dim, int64_t prefill_rows, int64_t num_runs,
-                     int64_t row_tiles, int64_t cluster_size) {
+                     int64_t row_tiles, int64_t cluster_size, int64_t cluster_leaves) {
   require("out", out, 3, q.dtype());
   require("k_cache", k, 4, k.dtype());
   require("v_cache", v, 4, k.dtype());
@@ -198,6 +198,7 @@ void paged_attention(TensorView out, TensorView q, TensorView k, TensorView v, O
   p.num_runs = int32_t(num_runs);
   p.row_tiles = int32_t(row_tiles);
   p.cluster_size = int32_t(cluster_size);
+  p.cluster_leaves = int32_t(cluster_leaves);
   p.window = int32_t(window);
   p.scale = float(scale);
   p.soft_cap = float(soft_cap);

@@ -24,8 +24,16 @@
 
 namespace pagetide {
 
-// How an engine's thread block divides its shared memory: the engine's own, the warps' rings, totals, the warps' states,
-// and in a cluster's first block the states of the others' leaves.
+// By which a thread block's warps meet, and a cluster's blocks.
+struct alignas(16) DecodeMeeting {
+  Barrier finished;  // complete when every warp has announced the next leaf; with two buffers of states
+  Barrier sent;      // counts what the others of a cluster send to its first block
+  bool is_last;      // to arrive of a sequence's thread blocks
+};
+
+// How an engine's thread block divides its shared memory: the engine's own, totals, the warps' rings, their states, where
+// they meet; behind that, in a cluster's first block, the states of the others' leaves. None of it is static, which
+// would cost as much as its alignment.
 template <class Engine>
 struct DecodeMemory {
   static constexpr int TILE_BYTES = Engine::TILE * Engine::Layout::ROW_BYTES;
@@ -37,7 +45,6 @@ struct DecodeMemory {
   static_assert(Engine::ROWS == 8 || Total<Engine>::BYTES == 0, "the memory of a total is that of eight rows");
   static constexpr int STATE_BYTES = StateLayout<Engine>::FLOATS * 4;
   static constexpr int ALL_STATE_BYTES = Engine::WARPS * STATE_BYTES;
-  static constexpr int CLUSTER_LEAVES = Engine::DIM <= 64 ? 16 : 8;  // of a sequence; one is the first block's own
   static constexpr int MAX_STAGES = Engine::DIM <= 64 ? 2 : 3;
 
   // What one thread block may use: its part of 228 KB on a large card (each block takes 1 KB and some besides), of
@@ -60,13 +67,14 @@ struct DecodeMemory {
     const int fit = (budget(arch) - FIXED_BYTES - buffers(arch) * ALL_STATE_BYTES) / STEP_BYTES;
     return fit > MAX_STAGES ? MAX_STAGES : fit > 1 ? fit : 1;
   }
-  // Of a cluster's thread blocks, where there are clusters; others leave the last part out.
-  __host__ __device__ static constexpr int cluster_bytes(int arch) {
-    return is_large(arch) ? (CLUSTER_LEAVES - 1) * STATE_BYTES : 0;
-  }
-  __host__ __device__ static constexpr int bytes(int arch) {
+  __host__ __device__ static constexpr int meeting_at(int arch) {
     if (!is_async(arch)) return FIXED_BYTES + (STEP_BYTES > ALL_STATE_BYTES ? STEP_BYTES : ALL_STATE_BYTES);
-    return FIXED_BYTES + stages(arch) * STEP_BYTES + buffers(arch) * ALL_STATE_BYTES + cluster_bytes(arch);
+    return FIXED_BYTES + stages(arch) * STEP_BYTES + buffers(arch) * ALL_STATE_BYTES;
+  }
+  // `cluster_leaves`: most leaves of a sequence whose thread blocks meet in the first one's memory, where there are
+  // clusters; one of them is that block's own.
+  __host__ __device__ static constexpr int bytes(int arch, int cluster_leaves = 1) {
+    return meeting_at(arch) + int(sizeof(DecodeMeeting)) + (cluster_leaves - 1) * STATE_BYTES;
   }
 };
 
@@ -107,9 +115,7 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, COMPILED_ARCH < 80 ? 1 : 
   constexpr int STATE_FLOATS = StateLayout<Engine>::FLOATS;
   constexpr int STEP_KEYS = Walk<Engine>::STEP_KEYS;
   extern __shared__ __align__(128) unsigned char smem[];
-  __shared__ Barrier finished;  // complete when every warp has announced the next leaf; with two buffers of states
-  __shared__ bool is_last;
-  __shared__ Barrier sent;  // counts what the others of a cluster send to its first block
+  DecodeMeeting& meeting = *reinterpret_cast<DecodeMeeting*>(smem + Memory::meeting_at(COMPILED_ARCH));
 
   // Thread blocks of a cluster are neighbours.
   const int run = blockIdx.x;
@@ -120,8 +126,8 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, COMPILED_ARCH < 80 ? 1 : 
   const int warp = kept(threadIdx.x / WARP);
 
   if (threadIdx.x == 0) {
-    if (BUFFERS == 2) init_barrier(finished, Engine::WARPS * WARP_ARRIVALS);
-    init_barrier(sent, 1);
+    if (BUFFERS == 2) init_barrier(meeting.finished, Engine::WARPS * WARP_ARRIVALS);
+    init_barrier(meeting.sent, 1);
     if (p.cluster_size > 1) show_barriers();
   }
   __syncthreads();  // the barriers are there
@@ -138,7 +144,7 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, COMPILED_ARCH < 80 ? 1 : 
   float* states_smem = reinterpret_cast<float*>(tiles_smem + (IS_ASYNC ? STAGES * Memory::STEP_BYTES : 0));
   const uint32_t ring = kept(shared_address(tiles_smem) + warp * (STAGES * Memory::STAGE_BYTES));
   const uint32_t ring_end = ring + STAGES * Memory::STAGE_BYTES;
-  float* leaves_smem = states_smem + BUFFERS * Engine::WARPS * STATE_FLOATS;  // only in a cluster; from leaf 1 on
+  float* leaves_smem = reinterpret_cast<float*>(&meeting + 1);  // only in a cluster; from leaf 1 on
   int num_leaves = 0;     // that this warp has finished
   int num_announced = 0;  // of them
 
@@ -187,7 +193,7 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, COMPILED_ARCH < 80 ? 1 : 
         if (has_total) {
           totals[pass].merge(state);
         } else if (is_clustered) {
-          share.send_to_first(state, leaves_smem + (leaf - 1) * STATE_FLOATS, row, sent);
+          share.send_to_first(state, leaves_smem + (leaf - 1) * STATE_FLOATS, row, meeting.sent);
         } else {
           const int64_t at = state_index + static_cast<int64_t>(leaf) * heads;
           share.leave(state, p.sums + at * 2 * p.state_rows + row, p.sums + (at * 2 + 1) * p.state_rows + row,
@@ -218,13 +224,13 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, COMPILED_ARCH < 80 ? 1 : 
       // leaf has also merged the one before it, so this leaf's buffer is free. Behind the last leaf all meet.
       if constexpr (BUFFERS == 2) {
         if (leaf > begin_leaf) {
-          wait(finished, (num_announced - 1u) % 2);
+          wait(meeting.finished, (num_announced - 1u) % 2);
           merge_warps(leaf - 1, (num_leaves - 1) % 2);
         }
         engine.share_state(states_smem + (num_leaves % 2 * Engine::WARPS + warp) * STATE_FLOATS);
         ++num_leaves;
         if (leaf + 1 < end_leaf) {
-          arrive_as_warp(finished);
+          arrive_as_warp(meeting.finished);
           ++num_announced;
         } else {
           __syncthreads();  // every warp's state of the last leaf is in shared memory
@@ -240,12 +246,14 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, COMPILED_ARCH < 80 ? 1 : 
       engine.reset();
     }
 
+    const bool has_next = __shfl_sync(ALL_LANES, words, 0) >= 0;
+    if (has_next) engine.load(rows_of<Engine>(words, row_tile), kv_head);  // while this item's states meet
     if (is_clustered) {
       if (has_total) {
         const int begin = max(walk.visible_leaf, item.num_leaves);  // behind its own
         const int num_states = max(0, walk.visible_end - begin) * max(0, item.num_rows);
-        if (threadIdx.x == 0) arrive_expecting(sent, num_states * Share::ROW_BYTES);
-        wait(sent, 0);
+        if (threadIdx.x == 0) arrive_expecting(meeting.sent, num_states * Share::ROW_BYTES);
+        wait(meeting.sent, 0);
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
           const int row = pass * Share::ROWS + share.row;
@@ -260,11 +268,11 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, COMPILED_ARCH < 80 ? 1 : 
       __syncthreads();  // every thread has left its states before one announces them
       if (threadIdx.x == 0) {
         int32_t* arrival = p.arrivals + item.sequence * heads + head;
-        is_last = count_arrival(arrival) == item.num_items - 1;
-        if (is_last) *arrival = 0;  // the next layer counts from zero
+        meeting.is_last = count_arrival(arrival) == item.num_items - 1;
+        if (meeting.is_last) *arrival = 0;  // the next layer counts from zero
       }
       __syncthreads();  // the last to arrive sees what all others announced
-      has_total = is_last;
+      has_total = meeting.is_last;
       if (has_total) {
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
@@ -286,14 +294,13 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, COMPILED_ARCH < 80 ? 1 : 
         write_rows<Engine>(totals[pass].get(), share, p, item, kv_head, pass * Share::ROWS + share.row);
       }
     }
-    if (__shfl_sync(ALL_LANES, words, 0) < 0) {
+    if (!has_next) {
       if (row_tile == 0) zero_padding<Engine>(p, kv_head, item.num_step_tokens + run, p.num_items);
       return;
     }
     item = item_of(words);
     walk = Walk<Engine>(item, row_tile, p);
     walk.narrow(item);
-    engine.load(item, kv_head);
   }
 }
 
@@ -336,8 +343,7 @@ void launch_decode_instance(const AttentionParams& params, cudaStream_t stream) 
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(params.num_items), unsigned(params.num_kv_heads), unsigned(params.row_tiles));
   config.blockDim = dim3(Engine::WARPS * WARP);
-  int bytes = Memory::bytes(facts.architecture);
-  if (params.cluster_size == 1) bytes -= Memory::cluster_bytes(facts.architecture);
+  int bytes = Memory::bytes(facts.architecture, params.cluster_size > 1 ? params.cluster_leaves : 1);
   const int64_t blocks = int64_t{params.num_items} * params.num_kv_heads * params.row_tiles;
   const int64_t an_sm = (blocks + facts.multiprocessors - 1) / facts.multiprocessors;
   const int64_t share = facts.shared_bytes / an_sm / 1024 * 1024 - facts.own_shared_bytes;

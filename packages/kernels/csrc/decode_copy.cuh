@@ -15,6 +15,18 @@ __device__ __forceinline__ WorkItem item_of(int words) {
   return item;
 }
 
+// Of such an item only what the places of a row tile's rows depend on.
+template <class Engine>
+__device__ __forceinline__ WorkItem rows_of(int words, int row_tile) {
+  WorkItem item;
+  auto word = [&](size_t offset) { return __shfl_sync(ALL_LANES, words, int(offset / 4)); };
+  item.first_token = word(offsetof(WorkItem, first_token));
+  item.query_len = word(offsetof(WorkItem, query_len));
+  item.first_row = word(offsetof(WorkItem, first_row)) + row_tile * Engine::ROWS;
+  item.num_rows = word(offsetof(WorkItem, num_rows)) - row_tile * Engine::ROWS;
+  return item;
+}
+
 // What a row tile of an item sees: keys from the first that its first row sees to the last that its last row sees.
 template <class Engine>
 struct Walk {

@@ -72,6 +72,7 @@ struct AttentionParams {
   int32_t num_runs;      // decode: items that begin a thread block's work; those behind them go on with it
   int32_t row_tiles;     // decode: tiles of rows that a KV head's group is cut into
   int32_t cluster_size;  // decode: thread blocks of one sequence that meet in shared memory; 1: in global memory
+  int32_t cluster_leaves;  // decode: most leaves of a sequence whose blocks do
   int32_t window;  // 0: none
   float scale;
   float soft_cap;    // 0: none

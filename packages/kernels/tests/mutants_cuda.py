@@ -100,7 +100,7 @@ MUTANTS = (
     ),
     Mutant(
         "a warp does not wait for the leaf before", "decode.cuh",
-        "wait(finished, (num_announced - 1u) % 2);",
+        "wait(meeting.finished, (num_announced - 1u) % 2);",
     ),
     Mutant(
         "a stage of the ring is overwritten early", "decode.cuh",
@@ -119,7 +119,8 @@ MUTANTS = (
         "static_cast<int64_t>(walk.visible_leaf + walk.visible_end - 1 - leaf) * heads;\n"
         "            totals",
     ),
-    Mutant("arrivals are not counted from zero again", "decode.cuh", "if (is_last) *arrival = 0;"),
+    Mutant("arrivals are not counted from zero again", "decode.cuh",
+           "if (meeting.is_last) *arrival = 0;"),
     Mutant(
         "the block with the last leaves merges, whether the others have arrived or not",
         "decode.cuh", "count_arrival(arrival) == item.num_items - 1",

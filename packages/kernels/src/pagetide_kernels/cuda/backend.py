@@ -120,7 +120,7 @@ class CudaBackend(AttentionBackend):
             metadata.query_start_loc, metadata.block_tables, work.states, work.sums, work.arrivals,
             scale, soft_cap or 0.0, window or 0, int(tuning.path), tuning.decode_head_dim,
             tuning.prefill_head_dim, tuning.prefill_rows, work.num_runs, tuning.row_tiles,
-            work.cluster_size,
+            work.cluster_size, work.cluster_leaves,
         )  # fmt: skip
 
     def store_kv(

@@ -31,7 +31,7 @@ _SCHEMAS = {
         "Tensor decode_items, Tensor prefill_items, Tensor query_start_loc, Tensor block_tables, "
         "Tensor(b!) states, Tensor(c!) sums, Tensor(d!) arrivals, float scale, float soft_cap, "
         "int window, int path, int decode_head_dim, int prefill_head_dim, int prefill_rows, "
-        "int num_runs, int row_tiles, int cluster_size)"
+        "int num_runs, int row_tiles, int cluster_size, int cluster_leaves)"
     ),
     "store_kv": (
         "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scales, "

@@ -45,7 +45,8 @@ class Tuning:
         decides only who computes what, as do the next three.
     least_blocks_an_sm: as few, if that gives every block whole sequences or an evener share.
     cluster_blocks_an_sm: as many where blocks meet in shared memory, of which they need more.
-    cluster_leaves: leaves of a sequence whose states that holds (decode.cuh).
+    pair_blocks_an_sm: as many where two do that have a leaf each, and need little more.
+    cluster_leaves: most leaves of a sequence that is worked on so.
     """
 
     path: Path
@@ -61,6 +62,7 @@ class Tuning:
     blocks_an_sm: int = 2
     least_blocks_an_sm: int = 2
     cluster_blocks_an_sm: int = 1
+    pair_blocks_an_sm: int = 2
     cluster_leaves: int = 8
 
     @property
@@ -99,6 +101,8 @@ def tuning_for(shape: AttentionShape, *, is_hopper: bool = False) -> Tuning:
     few_leaves = 8 if dim > 64 else 2
     if dim <= 64 and (not is_mma or (shape.is_quantized and shape.group_size >= 4)):
         few_leaves = 4
+    # INT8 keys are fewer bytes for as many instructions: more warps share them.
+    blocks_an_sm = 2 if dim > 64 or not is_mma else 4 if shape.is_quantized else 3
     return Tuning(
         path=Path.MMA if is_mma else Path.SIMT,
         decode_head_dim=dim,
@@ -109,9 +113,9 @@ def tuning_for(shape: AttentionShape, *, is_hopper: bool = False) -> Tuning:
         few_leaves=few_leaves,
         min_leaf_keys=128 if has_long_steps else 64,
         long_leaf_keys=1024 if dim > 64 else 512,
-        # INT8 keys are fewer bytes for as many instructions: more warps share them.
-        blocks_an_sm=2 if dim > 64 or not is_mma else 4 if shape.is_quantized else 3,
+        blocks_an_sm=blocks_an_sm,
         least_blocks_an_sm=3 if dim <= 64 and is_mma else 2,
         cluster_blocks_an_sm=1 if dim > 64 else 2,
+        pair_blocks_an_sm=blocks_an_sm if dim <= 64 else 1,
         cluster_leaves=8 if dim > 64 else 16,
     )

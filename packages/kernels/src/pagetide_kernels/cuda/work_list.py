@@ -33,6 +33,7 @@ class WorkList:
             between launches.
         num_runs: decode thread blocks of a KV head's row tile.
         cluster_size: thread blocks of a sequence that meet in shared memory; 1: in ``states``.
+        cluster_leaves: most leaves of a sequence, for which these need memory.
     """
 
     tuning: Tuning
@@ -43,6 +44,7 @@ class WorkList:
     arrivals: Tensor
     num_runs: int
     cluster_size: int
+    cluster_leaves: int
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -100,7 +102,8 @@ def make_work_list(
     has_prefill = tuning.prefill_head_dim > 0
     cluster_size = 1
     if has_clusters and leaves <= tuning.cluster_leaves and (has_prefill or not row_tiles):
-        most_blocks = multiprocessors * tuning.cluster_blocks_an_sm
+        blocks_an_sm = tuning.pair_blocks_an_sm if leaves == 2 else tuning.cluster_blocks_an_sm
+        most_blocks = multiprocessors * blocks_an_sm
         cluster_size = _cluster_size(num_seqs * heads, leaves, bounds.max_seq_len, most_blocks)
     # Every thread block has an even share of the keys. Only sequences on two shares leave states,
     # so no more than there are shares; in clusters none do.
@@ -122,6 +125,7 @@ def make_work_list(
         arrivals=torch.empty(num_seqs, heads, dtype=torch.int32, device=device),
         num_runs=num_runs,
         cluster_size=cluster_size,
+        cluster_leaves=leaves,
     )
     load().work_list(
         work.decode_items, work.prefill_items, work.arrivals, metadata.query_start_loc,
