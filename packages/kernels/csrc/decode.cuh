@@ -18,65 +18,10 @@
 
 #include <cstddef>
 
-#include "attention_launch.cuh"
 #include "decode_copy.cuh"
-#include "decode_state.cuh"
+#include "decode_memory.cuh"
 
 namespace pagetide {
-
-// By which a thread block's warps meet, and a cluster's blocks.
-struct alignas(16) DecodeMeeting {
-  Barrier finished;  // complete when every warp has announced the next leaf; with two buffers of states
-  Barrier sent;      // counts what the others of a cluster send to its first block
-  bool is_last;      // to arrive of a sequence's thread blocks
-};
-
-// How an engine's thread block divides its shared memory: the engine's own, totals, the warps' rings, their states, where
-// they meet; behind that, in a cluster's first block, the states of the others' leaves. None of it is static, which
-// would cost as much as its alignment.
-template <class Engine>
-struct DecodeMemory {
-  static constexpr int TILE_BYTES = Engine::TILE * Engine::Layout::ROW_BYTES;
-  static constexpr bool IS_QUANTIZED = sizeof(typename Engine::KV) == 1;
-  static constexpr int SCALE_BYTES = IS_QUANTIZED ? Engine::TILE * 4 : 0;
-  static constexpr int STAGE_BYTES = 2 * (TILE_BYTES + SCALE_BYTES);  // K and V
-  static constexpr int STEP_BYTES = Engine::WARPS * STAGE_BYTES;
-  static constexpr int FIXED_BYTES = Engine::OWN_BYTES + Total<Engine>::BYTES;
-  static_assert(Engine::ROWS == 8 || Total<Engine>::BYTES == 0, "the memory of a total is that of eight rows");
-  static constexpr int STATE_BYTES = StateLayout<Engine>::FLOATS * 4;
-  static constexpr int ALL_STATE_BYTES = Engine::WARPS * STATE_BYTES;
-  static constexpr int MAX_STAGES = Engine::DIM <= 64 ? 2 : 3;
-
-  // What one thread block may use: its part of 228 KB on a large card (each block takes 1 KB and some besides), of
-  // 99 KB on others, and there a half if that is enough.
-  __host__ __device__ static constexpr bool is_large(int arch) { return arch >= 90 && arch < 120; }
-  __host__ __device__ static constexpr int budget(int arch) {
-    if (is_large(arch)) return 228 * 1024 / Engine::MIN_BLOCKS - 1280;
-    constexpr int HALF = 48 * 1024;
-    return FIXED_BYTES + ALL_STATE_BYTES + 2 * STEP_BYTES <= HALF ? HALF : 99 * 1024;
-  }
-  // Without asynchronous copies a tile is copied when its turn has come, and the states take the tiles' place.
-  __host__ __device__ static constexpr bool is_async(int arch) { return arch >= 80; }
-  // Two buffers of states let a warp go on while others finish a leaf. Where leaves are long, a stage more is better.
-  __host__ __device__ static constexpr int buffers(int arch) {
-    if (Engine::DIM > 64 || !is_large(arch)) return 1;
-    return budget(arch) - FIXED_BYTES >= 2 * ALL_STATE_BYTES + 2 * STEP_BYTES ? 2 : 1;
-  }
-  __host__ __device__ static constexpr int stages(int arch) {
-    if (!is_async(arch)) return 1;
-    const int fit = (budget(arch) - FIXED_BYTES - buffers(arch) * ALL_STATE_BYTES) / STEP_BYTES;
-    return fit > MAX_STAGES ? MAX_STAGES : fit > 1 ? fit : 1;
-  }
-  __host__ __device__ static constexpr int meeting_at(int arch) {
-    if (!is_async(arch)) return FIXED_BYTES + (STEP_BYTES > ALL_STATE_BYTES ? STEP_BYTES : ALL_STATE_BYTES);
-    return FIXED_BYTES + stages(arch) * STEP_BYTES + buffers(arch) * ALL_STATE_BYTES;
-  }
-  // `cluster_leaves`: most leaves of a sequence whose thread blocks meet in the first one's memory, where there are
-  // clusters; one of them is that block's own.
-  __host__ __device__ static constexpr int bytes(int arch, int cluster_leaves = 1) {
-    return meeting_at(arch) + int(sizeof(DecodeMeeting)) + (cluster_leaves - 1) * STATE_BYTES;
-  }
-};
 
 // Zeros for the tokens that belong to no sequence, shared out among a KV head's thread blocks.
 template <typename T>
@@ -302,67 +247,6 @@ __global__ void __launch_bounds__(Engine::WARPS* WARP, COMPILED_ARCH < 80 ? 1 : 
     walk = Walk<Engine>(item, row_tile, p);
     walk.narrow(item);
   }
-}
-
-struct DecodeFacts {
-  int architecture;  // that the kernel was compiled for
-  int multiprocessors;
-  int shared_bytes;      // of a multiprocessor
-  int own_shared_bytes;  // of a thread block that are not dynamic
-  int most_dynamic;      // shared bytes of a thread block
-};
-
-template <class Engine>
-DecodeFacts decode_facts(int device) {
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, decode_kernel<Engine>), "no code for this device in the compiled library");
-  auto ask = [&](cudaDeviceAttr what) {
-    int value = 0;
-    check(cudaDeviceGetAttribute(&value, what, device), "cudaDeviceGetAttribute");
-    return value;
-  };
-  const int own = int(attributes.sharedSizeBytes) + ask(cudaDevAttrReservedSharedMemoryPerBlock);
-  const int most = ask(cudaDevAttrMaxSharedMemoryPerBlockOptin) - int(attributes.sharedSizeBytes);
-  check(cudaFuncSetAttribute(decode_kernel<Engine>, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
-        "shared memory of an attention kernel");
-  check(cudaFuncSetAttribute(decode_kernel<Engine>, cudaFuncAttributePreferredSharedMemoryCarveout,
-                             cudaSharedmemCarveoutMaxShared),
-        "the shared memory carve-out of an attention kernel");
-  return {attributes.ptxVersion, ask(cudaDevAttrMultiProcessorCount),
-          ask(cudaDevAttrMaxSharedMemoryPerMultiprocessor), own, most};
-}
-
-// Thread blocks in clusters where the work list has cut them so; where the hardware can, they take their places while
-// the launch before ends. A multiprocessor that has come free early would take more than its share of them: so each
-// asks for as much shared memory as leaves no room for that.
-template <class Engine>
-void launch_decode_instance(const AttentionParams& params, cudaStream_t stream) {
-  using Memory = DecodeMemory<Engine>;
-  const DecodeFacts facts = facts_of_device<DecodeFacts, decode_facts<Engine>>();
-  cudaLaunchAttribute attributes[2];
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(params.num_items), unsigned(params.num_kv_heads), unsigned(params.row_tiles));
-  config.blockDim = dim3(Engine::WARPS * WARP);
-  int bytes = Memory::bytes(facts.architecture, params.cluster_size > 1 ? params.cluster_leaves : 1);
-  const int64_t blocks = int64_t{params.num_items} * params.num_kv_heads * params.row_tiles;
-  const int64_t an_sm = (blocks + facts.multiprocessors - 1) / facts.multiprocessors;
-  const int64_t share = facts.shared_bytes / an_sm / 1024 * 1024 - facts.own_shared_bytes;
-  if (share > bytes) bytes = int(share < facts.most_dynamic ? share : facts.most_dynamic);
-  config.dynamicSmemBytes = size_t(bytes);
-  config.stream = stream;
-  config.attrs = attributes;
-  if (facts.architecture >= 90) {
-    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (params.cluster_size > 1) {
-    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = unsigned(params.cluster_size);
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  }
-  check(cudaLaunchKernelEx(&config, decode_kernel<Engine>, params), "the launch of paged attention");
 }
 
 }  // namespace pagetide

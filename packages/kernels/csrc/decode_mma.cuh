@@ -16,7 +16,7 @@
 // weight in half precision keeps its bits however small the scales are.
 #pragma once
 
-#include "decode.cuh"
+#include "decode_launch.cuh"
 
 namespace pagetide {
 

@@ -6,7 +6,7 @@
 // All arithmetic is float32; an INT8 scale multiplies the score, or the weight, of its key.
 #pragma once
 
-#include "decode.cuh"
+#include "decode_launch.cuh"
 
 namespace pagetide {
 

@@ -78,6 +78,7 @@ SELECTIONS = {
 KINDS = {
     "decode.cuh": "decode",
     "decode_copy.cuh": "decode",
+    "decode_walk.cuh": "decode",
     "decode_simt.cuh": "simt",
     "decode_mma.cuh": "mma",
     "prefill.cuh": "prefill",
@@ -137,7 +138,7 @@ MUTANTS = (
         " p.num_items);",
     ),
     Mutant(
-        "a window's first tiles are left out", "decode_copy.cuh",
+        "a window's first tiles are left out", "decode_walk.cuh",
         "max(0, first_position - p.window + 1) : 0;", "max(0, first_position - p.window + 65) : 0;",
     ),
     # the engines
