@@ -1,7 +1,7 @@
 // The states that a thread block's warps, and a sequence's thread blocks, hand each other.
 #pragma once
 
-#include "params.h"
+#include "barriers.cuh"
 #include "softmax_state.cuh"
 
 namespace pagetide {

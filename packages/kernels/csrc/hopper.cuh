@@ -5,7 +5,7 @@
 // asynchronous proxy, so data that ordinary instructions or cp.async wrote there passes `fence_async_proxy` first.
 #pragma once
 
-#include "primitives.cuh"
+#include "barriers.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define PAGETIDE_HOPPER 1

@@ -95,7 +95,7 @@ def parts(shards: int) -> list[Part]:
 
 
 def build_for_racecheck(folder: Path) -> Path:
-    """A copy of the package whose warps arrive at barriers lane by lane, see `primitives.cuh`.
+    """A copy of the package whose warps arrive at barriers lane by lane, see `barriers.cuh`.
 
     Args:
         folder: where to.
@@ -109,13 +109,13 @@ def build_for_racecheck(folder: Path) -> Path:
     for name in ("build_cuda.py", "csrc", "src"):
         copy = shutil.copytree if (PACKAGE / name).is_dir() else shutil.copy
         copy(PACKAGE / name, folder / name)
-    source = folder / "csrc" / "primitives.cuh"
+    source = folder / "csrc" / "barriers.cuh"
     text = source.read_text(encoding="utf-8")
     changed = text.replace(
         "constexpr int WARP_ARRIVALS = 1;", "constexpr int WARP_ARRIVALS = WARP;"
     )
     if changed == text:
-        raise RuntimeError("primitives.cuh: WARP_ARRIVALS is not where this tool changes it")
+        raise RuntimeError("barriers.cuh: WARP_ARRIVALS is not where this tool changes it")
     source.write_text(changed, encoding="utf-8")
     library = folder / "src" / "pagetide_kernels" / "_lib"
     shutil.rmtree(library, ignore_errors=True)
