@@ -12,9 +12,9 @@ struct alignas(16) DecodeMeeting {
   bool is_last;      // to arrive of a sequence's thread blocks
 };
 
-// How an engine's thread block divides its shared memory: the engine's own, totals, the warps' rings, their states, where
-// they meet; behind that, in a cluster's first block, the states of the others' leaves. None of it is static, which
-// would cost as much as its alignment.
+// How an engine's thread block divides its shared memory: the engine's own, totals, the warps' rings, their states,
+// where they meet; behind that, in a cluster's first block, the states of the others' leaves. None of it is static,
+// which would cost as much as its alignment.
 template <class Engine>
 struct DecodeMemory {
   static constexpr int TILE_BYTES = Engine::TILE * Engine::Layout::ROW_BYTES;

@@ -1,8 +1,8 @@
 // The instructions: asynchronous copies, matrix fragments, tensor-core products, conversions.
 //
 // Inline assembly and architecture tests are here, in `barriers.cuh` and, of what only Hopper has, in `hopper.cuh`.
-// Everything above is written once: below sm_80 an asynchronous copy is a plain vector load and store, and a k16 product
-// is two k8 ones.
+// Everything above is written once: below sm_80 an asynchronous copy is a plain vector load and store, and a k16
+// product is two k8 ones.
 #pragma once
 
 #include <cstdint>

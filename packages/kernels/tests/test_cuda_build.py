@@ -179,7 +179,8 @@ static_assert(SIMT_FITS<64> && SIMT_FITS<128> && SIMT_FITS<256>, "64 KB");
 // As many as `Tuning.pair_blocks_an_sm` says, of Hopper's 228 KB; each takes 1 KB besides.
 template <class Engine, int BLOCKS>
 constexpr bool PAIRS_FIT = BLOCKS * (DecodeMemory<Engine>::bytes(90, 2) + 1024) <= 228 * 1024;
-static_assert(PAIRS_FIT<MmaEngine<Half, Half, 64, 1>, 3> && PAIRS_FIT<MmaEngine<Half, int8_t, 64, 1>, 4>);
+static_assert(PAIRS_FIT<MmaEngine<Half, Half, 64, 1>, 3>);
+static_assert(PAIRS_FIT<MmaEngine<Half, int8_t, 64, 1>, 4>);
 static_assert(PAIRS_FIT<SimtEngine<float, 64>, 2> && PAIRS_FIT<SimtEngine<int8_t, 64>, 2>);
 template void launch_prefill_instance<Half, Half, 64>(const AttentionParams&, cudaStream_t);
 template void launch_prefill_instance<Half, int8_t, 64>(const AttentionParams&, cudaStream_t);
