@@ -75,14 +75,6 @@ __device__ __forceinline__ void hold(uint32_t (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
-// Makes the compiler finish what a value that is never negative is computed from before it goes on to a wait, by a
-// store that never happens. Otherwise it takes all of that behind the wait, which then hides nothing.
-__device__ __forceinline__ void anchor(float x, void* smem) {
-  asm volatile("{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never st.shared.f32 [%1], %0;\n}\n" ::"f"(x),
-               "r"(shared_address(smem))
-               : "memory");
-}
-
 // Waits until at most the youngest `N` committed groups of products are running.
 template <int N>
 __device__ __forceinline__ void wait_products() {

@@ -6,6 +6,8 @@
 
 namespace pagetide {
 
+constexpr float MOST_GROWTH = 8.0f;  // m follows a row's scores when they outgrow it by more, in log2 units
+
 // A consumer's life: the items that the producer sends.
 template <class Tiles>
 __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char* smem, HopperShared<Tiles>& shared) {
@@ -25,6 +27,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char*
   const int warp_row = 64 * group + 16 * warp;
   const bool has_cap = p.soft_cap > 0.0f;
   const float factor = IS_QUANTIZED || has_cap ? 1.0f : fmaxf(fabsf(p.scale) * LOG2_E, 1e-37f);  // see `prefill.cuh`
+  const float slack = MOST_GROWTH / factor;
   RingPlace<Memory::QUERY_STAGES> q_place;
   RingPlace<Tiles::STAGES> k_place, v_place;
   RingPlace<HopperShared<Tiles>::TERMS> terms_place;
@@ -109,73 +112,96 @@ __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char*
     v_place.advance();
   };
 
-  // The online softmax of a tile; the weights take the scores' place. `shrink` is what O must be multiplied by. Of INT8
-  // the scores have the scales of keys and values in them, see `prefill_scales.cuh`.
-  float shrink[2];
-  auto absorb = [&]() {
-    const int first_key = tile * KEYS;
-    const bool is_masked = first_key + KEYS - 1 > range.first_position ||
-                           (p.window > 0 && first_key <= range.last_position - p.window);
+  // What the scores need before their softmax: of INT8 the scales of keys and values, see `prefill_scales.cuh`.
+  auto scale_scores = [&]() {
     const auto& terms = shared.terms[terms_place.stage];
-    terms_place.advance();
-    if constexpr (IS_QUANTIZED) {
-      auto each_score = [&](auto change) {
+    auto each_score = [&](auto change) {
 #pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n) {
-          const float2 factors = terms.pair(terms.factors, 8 * n + 2 * c);
-          const float2 logs = terms.pair(terms.logs, 8 * n + 2 * c);
+      for (int n = 0; n < KEYS / 8; ++n) {
+        const float2 factors = terms.pair(terms.factors, 8 * n + 2 * c);
+        const float2 logs = terms.pair(terms.logs, 8 * n + 2 * c);
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            change(s[4 * n + 2 * half], factors.x, logs.x);
-            change(s[4 * n + 2 * half + 1], factors.y, logs.y);
-          }
+        for (int half = 0; half < 2; ++half) {
+          change(s[4 * n + 2 * half], factors.x, logs.x);
+          change(s[4 * n + 2 * half + 1], factors.y, logs.y);
         }
-      };
-      if (has_cap) {
-        __builtin_assume(p.soft_cap > 0.0f);
-        each_score([&](float& x, float by, float log) { x = score_of(x * by, p) + log; });
-      } else {
-        each_score([&](float& x, float by, float log) { x = __fmaf_rn(x, by, log); });
       }
-    } else if (has_cap) {
+    };
+    if (has_cap) {
+      __builtin_assume(p.soft_cap > 0.0f);
+      each_score([&](float& x, float by, float log) { x = score_of(x * by, p) + log; });
+    } else {
+      each_score([&](float& x, float by, float log) { x = __fmaf_rn(x, by, log); });
+    }
+  };
+  auto bend_scores = [&]() {
+    if (has_cap) {
       __builtin_assume(p.soft_cap > 0.0f);
 #pragma unroll
       for (int i = 0; i < KEYS / 2; ++i) s[i] = score_of(s[i], p);
-    } else if (p.scale < 0.0f) {
+    } else {
 #pragma unroll
       for (int i = 0; i < KEYS / 2; ++i) s[i] = -s[i];
     }
-    if (is_masked) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int last = positions[half] - first_key - 2 * c;
-        const int first = p.window > 0 ? last - p.window + 1 : -KEYS;
-#pragma unroll
-        for (int i = 0; i < KEYS / 4; ++i) {
-          const int key = 8 * (i / 2) + i % 2;
-          float& score = s[4 * (i / 2) + 2 * half + i % 2];
-          if (key > last || key < first) score = -INF;
-        }
-      }
-    }
-    float bases[2];
+  };
+  auto mask_scores = [&](int first_key) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      SoftmaxSum& sum = sums[half];
-      float largest[2] = {s[2 * half], s[2 * half + 1]};
+      const int last = positions[half] - first_key - 2 * c;
+      const int first = p.window > 0 ? last - p.window + 1 : -KEYS;
+#pragma unroll
+      for (int i = 0; i < KEYS / 4; ++i) {
+        const int key = 8 * (i / 2) + i % 2;
+        float& score = s[4 * (i / 2) + 2 * half + i % 2];
+        if (key > last || key < first) score = -INF;
+      }
+    }
+  };
+  const bool is_bent = !IS_QUANTIZED && (has_cap || p.scale < 0.0f);
+
+  // The online softmax of a tile, in two steps: its maxima, and the weights. m may lag behind, so mostly no row's has
+  // changed, and the four lanes of a row need not meet. `shrink` is what O must be multiplied by then.
+  float shrink[2];
+  bool has_grown;
+  auto find_maxima = [&]() {
+    const int first_key = tile * KEYS;
+    const bool is_masked = first_key + KEYS - 1 > range.first_position ||
+                           (p.window > 0 && first_key <= range.last_position - p.window);
+    if constexpr (IS_QUANTIZED) scale_scores();
+    // One branch, and its code elsewhere: the loop should be short, for all warps fetch it.
+    if (__builtin_expect(is_masked || is_bent, 0)) {
+      if (is_bent) bend_scores();
+      if (is_masked) mask_scores(first_key);
+    }
+    float largest[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float x[2] = {s[2 * half], s[2 * half + 1]};
 #pragma unroll
       for (int n = 1; n < KEYS / 8; ++n) {
-        largest[0] = fmaxf(largest[0], s[4 * n + 2 * half]);
-        largest[1] = fmaxf(largest[1], s[4 * n + 2 * half + 1]);
+        x[0] = fmaxf(x[0], s[4 * n + 2 * half]);
+        x[1] = fmaxf(x[1], s[4 * n + 2 * half + 1]);
       }
-      largest[0] = fmaxf(largest[0], largest[1]);
-      largest[0] = fmaxf(largest[0], __shfl_xor_sync(ALL_LANES, largest[0], 1));
-      largest[0] = fmaxf(largest[0], __shfl_xor_sync(ALL_LANES, largest[0], 2));
-      const float before = sum.m;
-      sum.m = fmaxf(before, largest[0]);
-      bases[half] = sum.base() * factor;
-      shrink[half] = exp2_approx((before - sum.base()) * factor);  // by exactly 1 if the maximum stays
+      largest[half] = fmaxf(x[0], x[1]);
+      shrink[half] = 1.0f;
     }
+    has_grown = __any_sync(ALL_LANES, largest[0] > sums[0].m + slack || largest[1] > sums[1].m + slack);
+    if (!has_grown) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float x = largest[half];
+      x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
+      x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
+      if (x > sums[half].m + slack) {  // the row's own affair, whoever has its lanes' company
+        shrink[half] = exp2_approx((sums[half].m - x) * factor);
+        sums[half].m = x;
+      }
+    }
+  };
+  auto weigh = [&]() {
+    const auto& terms = shared.terms[terms_place.stage];
+    terms_place.advance();
+    const float bases[2] = {sums[0].base() * factor, sums[1].base() * factor};
     float added[2][2] = {};
 #pragma unroll
     for (int n = 0; n < KEYS / 8; ++n) {
@@ -185,23 +211,17 @@ __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char*
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          float& x = s[4 * n + 2 * half + j];
           float& sum = added[half][j];
+          float& x = s[4 * n + 2 * half + j];
           x = exp2_approx(__fmaf_rn(x, factor, -bases[half]));
           sum = IS_QUANTIZED ? __fmaf_rn(x, j == 0 ? inverses.x : inverses.y, sum) : __fadd_rn(sum, x);
         }
+        weights[n / 2][n % 2 * 2 + half] = pack<T>(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]);
       }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       sums[half].l = __fmaf_rn(sums[half].l, shrink[half], __fadd_rn(added[half][0], added[half][1]));
-    }
-  };
-  auto pack_weights = [&]() {
-#pragma unroll
-    for (int i = 0; i < KEYS / 16; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) weights[i][j] = pack<T>(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
     }
   };
 
@@ -254,8 +274,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char*
     start_scores();
     wait_products<0>();
     finish_scores();
-    absorb();
-    pack_weights();
+    find_maxima();
+    weigh();
     for (--tile; tile >= range.begin_tile; --tile) {
       wait_turn();
       start_scores();
@@ -263,15 +283,14 @@ __device__ __forceinline__ void consume(const AttentionParams& p, unsigned char*
       give_turn();
       wait_products<1>();
       finish_scores();
-      absorb();
-      anchor(sums[0].l + sums[1].l, &shared.num_items);
-      wait_products<0>();
+      find_maxima();
+      wait_products<0>();  // P V needed about as long as the maxima; the packing of P hides among the exponentials
       finish_values();
-      if (__any_sync(ALL_LANES, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+      if (has_grown) {
 #pragma unroll
         for (int i = 0; i < DIM / 2; ++i) acc[i] = __fmul_rn(acc[i], shrink[i / 2 % 2]);
       }
-      pack_weights();
+      weigh();
     }
     start_values();
     wait_products<0>();

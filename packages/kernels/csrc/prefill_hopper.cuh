@@ -5,8 +5,8 @@
 // each. While the tensor cores do P V of one tile and Q K^T of the next, a consumer has no work; so the products of
 // one are ordered before the other's, and each computes its exponentials while the other multiplies.
 //
-//   consumer:  S = Q K[j]^T and O += P V[j+1] queued together; S is there first: P' = 2^(S c - m' c) is computed
-//              while P V still runs; then O *= 2^((m - m') c), P = P'
+//   consumer:  S = Q K[j]^T and O += P V[j+1] queued together; S is there first: its maxima are found while P V
+//              still runs; then O *= 2^((m - m') c), if any m has changed, and P = 2^(S c - m' c)
 //
 // Tiles are walked from the last to the first, so that the masked ones come first.
 #pragma once

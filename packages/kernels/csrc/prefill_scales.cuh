@@ -5,8 +5,8 @@
 //
 //   w = 2^(t - m)      O = sum of w q      l = sum of w / c      and attention is O / l, as ever.
 //
-// So the weights lie between 0 and 1, where half precision has bits for them, however small or different the scales
-// are, and a score costs one multiply-add more than that of a half-precision key.
+// So the weights lie where half precision has bits for them, between 0 and 1 (on Hopper, where m may lag, 2^8), however
+// small or different the scales are, and a score costs one multiply-add more than that of a half-precision key.
 #pragma once
 
 #include "tile.cuh"

@@ -260,7 +260,11 @@ MUTANTS = (
     ),
     Mutant(
         "Hopper: O is never brought to the new maximum", "prefill_consumer.cuh",
-        "__any_sync(ALL_LANES, shrink[0] != 1.0f || shrink[1] != 1.0f)", "false",
+        "      if (has_grown) {\n", "      if (false) {\n",
+    ),
+    Mutant(
+        "Hopper: a row follows its maximum in company", "prefill_consumer.cuh",
+        "if (x > sums[half].m + slack) {", "if (x > sums[half].m) {",
     ),
     Mutant(
         "Hopper: values are used before they have landed", "prefill_consumer.cuh",

@@ -570,6 +570,36 @@ def test_a_scale_may_be_negative_or_zero(backend: str, device: str) -> None:
 
 
 @BACKENDS
+@pytest.mark.parametrize(
+    "dtypes", [d for d in DTYPES if d[0] != torch.bfloat16 and d[1] != "int8-block"], ids=str
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 160])
+def test_steep_scores_raise_a_row_alone(
+    backend: str, device: str, dtypes: tuple, head_dim: int
+) -> None:
+    """Maxima that grow from tile to tile, wherever they do for other tokens' rows."""
+    heads = (7, 1) if IS_INTERPRETED else (14, 2)
+    case = dataclasses.replace(PLAIN, dtypes=dtypes, heads=heads, head_dim=head_dim, lengths="long")
+    problem = Problem(case, device)
+    problem.scale *= 8
+    layer = problem.fill_cache("reference", "nan")
+    got = problem.attend(backend, layer)
+    exact = problem.dense(layer, torch.float64)
+    same_dtype = problem.dense(layer, problem.query_dtype)
+    allowed = 2 * (same_dtype.double() - exact).abs().max().item()
+    allowed += unit(problem.query_dtype, exact)
+    assert (got.double() - exact).abs().max().item() <= allowed
+    if not is_exact(backend, problem.shape, device):
+        return
+    for factor in (0.0, 4.0):
+        q = problem.q[0].clone()
+        q[1::2] *= factor
+        others = Problem(case, device)
+        others.scale, others.q, others.block_tables = problem.scale, [q], problem.block_tables
+        assert torch.equal(others.attend(backend, layer)[::2], got[::2])
+
+
+@BACKENDS
 def test_small_int8_values_keep_their_precision(backend: str, device: str) -> None:
     """A half-precision weight times a scale of 1e-5 would have few bits left, or none."""
     case = dataclasses.replace(PLAIN, dtypes=(torch.float16, "int8"))
