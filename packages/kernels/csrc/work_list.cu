@@ -82,6 +82,16 @@ struct Deal {
   __device__ int64_t begin_of(int run) const { return (run * units + num_runs - 1) / num_runs; }
 };
 
+// The row tiles of prefilling sequences, in classes by the keys that they see. The prefill kernel begins with the last
+// item, so the longest come first and all multiprocessors end together; within a class sequence by sequence, for the
+// tiles of one read the same keys.
+struct Classes {
+  static constexpr int NUM = 8;
+  int longest;  // keys of any tile, at most
+
+  __device__ int most_keys(int which) const { return int(int64_t{longest} * (which + 1) / NUM); }
+};
+
 enum class Cutting : int { ROW_TILES, EVEN_RUNS, SHARES, LEAVES };
 
 // A thread's sequence and how it is cut.
@@ -89,7 +99,8 @@ struct Cut {
   WorkItem item;     // what its items have in common
   Cutting cutting;
   int num_items;
-  int first_slot;    // of the first item
+  int begin_item, end_item;  // of those that are written now
+  int first_slot;            // of item 0
   int run;           // EVEN_RUNS: leaves an item; ROW_TILES: rows
   int num_leaves;
   int leaf_units;    // of a leaf and its end
@@ -140,15 +151,14 @@ __device__ __forceinline__ WorkItem& items_at(DecodeItem* items, int i) { return
 template <class Item>
 __device__ void write_items(const Cut& mine, const Deal& deal, Item* items, int capacity) {
   const int lane = threadIdx.x % WARP;
-  for (int owner = 0; owner < WARP; ++owner) {
-    const int num_items = __shfl_sync(ALL_LANES, mine.num_items, owner);
-    if (num_items == 0) continue;
+  for (unsigned owners = __ballot_sync(ALL_LANES, mine.begin_item < mine.end_item); owners; owners &= owners - 1) {
+    const int owner = __ffs(owners) - 1;
     Cut cut;
     int* words = reinterpret_cast<int*>(&cut);
     const int* my_words = reinterpret_cast<const int*>(&mine);
 #pragma unroll
     for (int i = 0; i < int(sizeof(Cut) / 4); ++i) words[i] = __shfl_sync(ALL_LANES, my_words[i], owner);
-    for (int i = lane; i < num_items; i += WARP) {
+    for (int i = cut.begin_item + lane; i < cut.end_item; i += WARP) {
       WorkItem item;
       const int slot = cut_item(cut, i, deal, item);
       if (slot < capacity) items_at(items, slot) = item;
@@ -167,6 +177,7 @@ __device__ void clear_items(Item* items, int capacity, int num_step_tokens) {
 
 __global__ void __launch_bounds__(THREADS) work_list_kernel(const __grid_constant__ WorkListParams p) {
   __shared__ int warp_sums[THREADS / WARP];
+  __shared__ int class_sizes[Classes::NUM], class_placed[Classes::NUM];  // row tiles, and those that have a place
 
   // A sequence's path is its own: its rows are few enough for the decode kernel, or they are not.
   struct Sequence {
@@ -191,18 +202,44 @@ __global__ void __launch_bounds__(THREADS) work_list_kernel(const __grid_constan
   clear_items(p.decode_items, p.decode_capacity, num_step_tokens);
   if (p.prefill_items) clear_items(p.prefill_items, p.prefill_capacity, num_step_tokens);
   for (int i = threadIdx.x; i < p.num_arrivals; i += THREADS) p.arrivals[i] = 0;
+  if (threadIdx.x < Classes::NUM) class_sizes[threadIdx.x] = class_placed[threadIdx.x] = 0;
 
   // An even share of everything for every thread block. If shares a sixteenth longer do without going on from one
   // sequence to the next, that is better: fewer sequences are split.
   int my_units = 0;
-  for (int first = 0; first < p.num_seqs; first += THREADS) my_units += read(first + threadIdx.x).units;
+  int my_longest = 0;
+  for (int first = 0; first < p.num_seqs; first += THREADS) {
+    const Sequence s = read(first + threadIdx.x);
+    my_units += s.units;
+    if (!s.decodes && s.query_len > 0) my_longest = max(my_longest, s.seq_len);
+  }
   Deal deal{scan(my_units, warp_sums).total, p.num_runs, 0};  // the barriers within also end the clearing
   const int run_units = max(1, int(deal.units * 17 / (16 * p.num_runs)));
   auto aligned_items = [&](const Sequence& s) {
     return s.decodes ? ceil_div(s.num_leaves, max(1, run_units / s.leaf_units)) : 0;
   };
+  const bool has_classes = p.prefill_items && p.prefill_capacity > 0;
+  const Classes classes{has_classes ? scan_max(my_longest, 0, warp_sums).all : 0};
+  auto num_row_tiles = [&](const Sequence& s) {
+    return s.decodes ? 0 : ceil_div(int64_t{s.query_len} * p.group_size, p.prefill_rows);
+  };
+  // A sequence's row tiles up to that class: a tile sees the keys up to its last token's.
+  auto tiles_up_to = [&](const Sequence& s, int which) {
+    const int tiles = num_row_tiles(s);
+    const int tokens = max(0, classes.most_keys(which) - (s.seq_len - s.query_len));
+    return which == Classes::NUM - 1 ? tiles : int(min(int64_t{tiles}, int64_t{tokens} * p.group_size / p.prefill_rows));
+  };
   int my_items = 0;
-  for (int first = 0; first < p.num_seqs; first += THREADS) my_items += aligned_items(read(first + threadIdx.x));
+  for (int first = 0; first < p.num_seqs; first += THREADS) {
+    const Sequence s = read(first + threadIdx.x);
+    my_items += aligned_items(s);
+    int tiles = 0;
+    for (int which = 0; has_classes && which < Classes::NUM && num_row_tiles(s) > 0; ++which) {
+      const int end = tiles_up_to(s, which);
+      atomicAdd(&class_sizes[which], end - tiles);
+      tiles = end;
+    }
+  }
   if (scan(my_items, warp_sums).total <= p.num_runs) deal.aligned_run = run_units;
 
   int num_decoding = 0;
@@ -259,6 +296,7 @@ __global__ void __launch_bounds__(THREADS) work_list_kernel(const __grid_constan
     }
     const Scan states = scan(cut.num_items > 1 && p.cluster_size == 1 ? s.num_leaves : 0, warp_sums);
     cut.item.first_state = state_end + states.before;
+    cut.end_item = cut.num_items;
     write_items(cut, deal, p.decode_items, p.decode_capacity);
     num_decoding += decoding.total;
     unit_end += units.total;
@@ -269,16 +307,25 @@ __global__ void __launch_bounds__(THREADS) work_list_kernel(const __grid_constan
     // The others' row tiles, for the prefill kernel, or for the decode kernel behind its other items.
     cut.cutting = Cutting::ROW_TILES;
     cut.run = p.prefill_rows;
-    cut.num_items = s.decodes ? 0 : ceil_div(cut.item.num_rows, p.prefill_rows);
+    cut.num_items = num_row_tiles(s);
     cut.item.next = -1;
-    const Scan prefill = scan(cut.num_items, warp_sums);
-    cut.first_slot = prefill_end + prefill.before + (p.prefill_items ? 0 : p.num_runs + p.num_seqs + 1);
-    if (p.prefill_items) {
-      write_items(cut, deal, p.prefill_items, p.prefill_capacity);
-    } else {
+    if (!p.prefill_items) {
+      const Scan prefill = scan(cut.num_items, warp_sums);
+      cut.first_slot = prefill_end + prefill.before + p.num_runs + p.num_seqs + 1;
+      cut.end_item = cut.num_items;
       write_items(cut, deal, p.decode_items, p.decode_capacity);
+      prefill_end += prefill.total;
     }
-    prefill_end += prefill.total;
+    int class_begin = 0;
+    cut.end_item = 0;
+    for (int which = 0; has_classes && which < Classes::NUM; ++which) {
+      cut.begin_item = cut.end_item;
+      cut.end_item = tiles_up_to(s, which);
+      const int size = cut.end_item - cut.begin_item;
+      if (size > 0) cut.first_slot = class_begin + atomicAdd(&class_placed[which], size) - cut.begin_item;
+      write_items(cut, deal, p.prefill_items, p.prefill_capacity);
+      class_begin += class_sizes[which];
+    }
   }
 
   __syncthreads();  // all items are written

@@ -364,6 +364,8 @@ MUTANTS = (
            "return m == -INF ? 0.0f : m;", "return m;"),
     Mutant("every row tile is the first", "work_list.cu", "item.first_row = i * cut.run;",
            "item.first_row = 0;"),
+    Mutant("every class of row tiles has the first one's place", "work_list.cu",
+           "class_begin += class_sizes[which];"),
     Mutant("a thread block does not go on to its next sequence", "work_list.cu",
            "if (i < cut.num_items - 1) item.next = -1;", "item.next = -1;"),
     Mutant(
