@@ -227,7 +227,8 @@ __global__ void __launch_bounds__(THREADS) work_list_kernel(const __grid_constan
   auto tiles_up_to = [&](const Sequence& s, int which) {
     const int tiles = num_row_tiles(s);
     const int tokens = max(0, classes.most_keys(which) - (s.seq_len - s.query_len));
-    return which == Classes::NUM - 1 ? tiles : int(min(int64_t{tiles}, int64_t{tokens} * p.group_size / p.prefill_rows));
+    if (which == Classes::NUM - 1) return tiles;
+    return int(min(int64_t{tiles}, int64_t{tokens} * p.group_size / p.prefill_rows));
   };
   int my_items = 0;
   for (int first = 0; first < p.num_seqs; first += THREADS) {
