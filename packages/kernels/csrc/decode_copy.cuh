@@ -153,12 +153,14 @@ class TileCopier {
   }
 
   __device__ __forceinline__ void copy_scales(int key, uint32_t scales_smem, int tile_blocks) const {
-    if (has_plain_scales) {
+    // Fewer than four at a time are had at once by asynchronous copies alone, which count bytes.
+    constexpr bool IS_COUNTED = COMPILED_ARCH >= 80;
+    if (has_plain_scales && (IS_COUNTED || key + TILE <= end_key)) {
       const int my_key = lane * 4 % TILE;
       const uint32_t block = __shfl_sync(ALL_LANES, tile_blocks, my_key / UNIT * UNIT / 8);
       const uint32_t slot = (key + my_key / UNIT * UNIT) & p.slot_mask;
       const uint64_t from = scale_lane + uint64_t{slot * 4} + uint64_t{block} * uint32_t(p.k_scale_strides.block * 4);
-      const int bytes = 4 * max(0, min(4, end_key - key - my_key));
+      const int bytes = IS_COUNTED ? 4 * max(0, min(4, end_key - key - my_key)) : 16;
       if (lane < SCALE_LANES) {
         copy_16_async(at_shared_address(scales_smem + lane * 16), reinterpret_cast<const void*>(from), bytes);
       }
