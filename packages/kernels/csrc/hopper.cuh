@@ -129,7 +129,7 @@ __device__ __forceinline__ void multiply_group(float (&d)[SIZE], const uint32_t 
   }
 #define PAGETIDE_MULTIPLY_GROUPS(T, TYPE)                                                                           \
   PAGETIDE_MULTIPLY_GROUP(T, TYPE, 32, "64", PAGETIDE_LIST_32, PAGETIDE_F32, "%32", "%33", "%34", "%32", "%33",     \
-                          "%34", "%35", "%36", "%37")                                                                      \
+                          "%34", "%35", "%36", "%37")                                                               \
   PAGETIDE_MULTIPLY_GROUP(T, TYPE, 48, "96", PAGETIDE_LIST_48, PAGETIDE_F48, "%48", "%49", "%50", "%48", "%49",     \
                           "%50", "%51", "%52", "%53")                                                               \
   PAGETIDE_MULTIPLY_GROUP(T, TYPE, 64, "128", PAGETIDE_LIST_64, PAGETIDE_F64, "%64", "%65", "%66", "%64", "%65",    \

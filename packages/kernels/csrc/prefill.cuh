@@ -15,7 +15,6 @@
 // those that need no other lane's bytes. So queries are parted alike, and the outputs come out parted.
 #pragma once
 
-#include "attention_launch.cuh"
 #include "prefill_scales.cuh"
 #include "softmax_state.cuh"
 
@@ -292,7 +291,7 @@ __global__ void __launch_bounds__(Tiles::THREADS, Tiles::MIN_BLOCKS)
         const float before = sum.m;
         sum.m = fmaxf(before, largest);
         const float base = sum.base() * factor;
-        const float shrink = exp2_approx(__fmaf_rn(before, factor, -base));
+        const float shrink = exp2_approx((before - sum.base()) * factor);  // exactly 1 if the maximum stays
         float added = 0.0f;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n) {
@@ -399,15 +398,6 @@ __global__ void __launch_bounds__(Tiles::THREADS, Tiles::MIN_BLOCKS)
       for (int j = 0; j < Layout::CHUNK; ++j) to[j] = reinterpret_cast<const T*>(from)[j];
     }
   }
-}
-
-template <typename T, typename KV, int HEAD_DIM>
-void launch_prefill_instance(const AttentionParams& params, cudaStream_t stream) {
-  using Tiles = PrefillTiles<T, KV, HEAD_DIM>;
-  const int bytes = shared_bytes<prefill_kernel<Tiles>, Tiles::bytes>();
-  const dim3 grid(params.num_kv_heads, params.num_items, (params.prefill_rows + Tiles::ROWS - 1) / Tiles::ROWS);
-  prefill_kernel<Tiles><<<grid, Tiles::THREADS, bytes, stream>>>(params);
-  check(cudaGetLastError(), "the launch of paged attention");
 }
 
 }  // namespace pagetide

@@ -159,7 +159,7 @@ def assert_no_spills(said_by_ptxas: str) -> None:
 PROBE = """
 #include "decode_mma.cuh"
 #include "decode_simt.cuh"
-#include "prefill.cuh"
+#include "prefill_launch.cuh"
 namespace pagetide {
 constexpr int MAX = 64 * 1024;
 template <typename T, typename KV, int DIM>

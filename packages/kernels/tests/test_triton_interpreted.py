@@ -30,8 +30,8 @@ def interpreted(*options: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--tb=short",
          "-W", "ignore", "-W", "error::pytest.PytestUnraisableExceptionWarning",
-         # Programs of a full card follow each other in `test_exactness_level_1`, too, and maxima are
-         # not allowed to lag here.
+         # Programs of a full card follow each other in `test_exactness_level_1`, too; and no maxima
+         # lag here.
          "-m", "not gpu", "-k", "not test_a_full_card and not test_steep", *options,
          *(str(TESTS / name) for name in FILES)],
         env={

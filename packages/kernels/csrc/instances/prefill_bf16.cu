@@ -1,4 +1,4 @@
-#include "../prefill.cuh"
+#include "../prefill_launch.cuh"
 
 namespace pagetide {
 template void launch_prefill_instance<BFloat, BFloat, 64>(const AttentionParams&, cudaStream_t);
