@@ -1,4 +1,4 @@
-// The attention kernels on the CPU, a thread block at a time, for `test_cuda_emulated.py`.
+// The attention kernels on the CPU, a thread block at a time, for `test_emulated.py`.
 
 #include <thread>
 #include <vector>
