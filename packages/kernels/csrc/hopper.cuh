@@ -17,12 +17,6 @@ namespace pagetide {
 
 constexpr int WARPGROUP = 128;
 
-// A copy of 16 bytes that are all there.
-__device__ __forceinline__ void copy_whole_16_async(void* to_smem, const void* from_gmem) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to_smem)), "l"(from_gmem)
-               : "memory");
-}
-
 // Arrives when this thread's asynchronous copies so far have landed; the thread itself goes on.
 __device__ __forceinline__ void arrive_after_copies(Barrier& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");

@@ -45,7 +45,7 @@ __device__ __forceinline__ void load_panels(unsigned char* tile_smem, const type
   } else if (first_key + Tiles::KEYS <= end_key && p.head_dim == Tiles::DIM) {
 #pragma unroll
     for (int first = 0; first < Tiles::KEYS; first += ROWS_A_PASS) {
-      pass(first, [](void* at, const void* from, int) { copy_whole_16_async(at, from); });
+      pass(first, [](void* at, const void* from, int) { copy_16_async(shared_address(at), from); });
     }
   } else {
 #pragma unroll

@@ -153,6 +153,10 @@ def examine(program: str, tool: str, part: Part, package: Path | None) -> Findin
     ours = [each for each in errors if OURS in each]
     if not ended and "Internal Sanitizer Error" in log:
         ended = "the tool itself failed: Internal Sanitizer Error"
+    # The tool counts by itself: none that is unknown here goes unseen.
+    summary = re.search(r"SUMMARY: (\d+) ", log)
+    if not ended and (summary is None or (int(summary[1]) > 0 and not errors)):
+        ended = f"the tool's own count: {summary[0] if summary else 'none'}\n{log[-2000:]}"
     if not ended and (passed is None or re.search(r"^\d+ failed|\d+ errors? in ", log, re.M)):
         ended = "tests failed:\n" + log[-2000:]
     return Finding(

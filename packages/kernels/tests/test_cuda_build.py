@@ -13,6 +13,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+
+from pagetide_kernels import AttentionShape
+from pagetide_kernels.cuda.tuning import tuning_for
 
 PACKAGE = Path(__file__).resolve().parents[1]
 MAX_SHARED_BYTES = 64 * 1024  # all that sm_75 has
@@ -179,9 +183,10 @@ static_assert(SIMT_FITS<64> && SIMT_FITS<128> && SIMT_FITS<256>, "64 KB");
 // As many as `Tuning.pair_blocks_an_sm` says, of Hopper's 228 KB; each takes 1 KB besides.
 template <class Engine, int BLOCKS>
 constexpr bool PAIRS_FIT = BLOCKS * (DecodeMemory<Engine>::bytes(90, 2) + 1024) <= 228 * 1024;
-static_assert(PAIRS_FIT<MmaEngine<Half, Half, 64, 1>, 3>);
-static_assert(PAIRS_FIT<MmaEngine<Half, int8_t, 64, 1>, 4>);
-static_assert(PAIRS_FIT<SimtEngine<float, 64>, 2> && PAIRS_FIT<SimtEngine<int8_t, 64>, 2>);
+static_assert(PAIRS_FIT<MmaEngine<Half, Half, 64, 1>, PAIRS_OF(float16xfloat16)>);
+static_assert(PAIRS_FIT<MmaEngine<Half, int8_t, 64, 1>, PAIRS_OF(float16xint8)>);
+static_assert(PAIRS_FIT<SimtEngine<float, 64>, PAIRS_OF(float32xfloat32)>);
+static_assert(PAIRS_FIT<SimtEngine<int8_t, 64>, PAIRS_OF(float32xint8)>);
 template void launch_prefill_instance<Half, Half, 64>(const AttentionParams&, cudaStream_t);
 template void launch_prefill_instance<Half, int8_t, 64>(const AttentionParams&, cudaStream_t);
 using Engine = MmaEngine<Half, Half, 64, 1>;
@@ -190,11 +195,18 @@ template void launch_decode_instance<Engine>(const AttentionParams&, cudaStream_
 """
 
 
+def pairs_of(found: re.Match[str]) -> str:
+    """Pairs of thread blocks on a multiprocessor, for head_dim 64 and two dtypes."""
+    query, stored = found.groups()
+    shape = AttentionShape(7, 7, 64, 16, getattr(torch, query), stored)
+    return str(tuning_for(shape, is_hopper=True).pair_blocks_an_sm)
+
+
 def test_sm_75_code_uses_tensor_cores_within_its_limits(tmp_path: Path) -> None:
     """Registers that suffice, shared memory that there is, and HMMA.1688 in the machine code."""
     toolchain = nvcc_toolchain()
     source = tmp_path / "probe.cu"
-    source.write_text(PROBE)
+    source.write_text(re.sub(r"PAIRS_OF\((\w+)x(\w+)\)", pairs_of, PROBE))
     cubin = tmp_path / "probe.cubin"
     said = run(
         [str(toolchain.nvcc), "-ccbin", str(toolchain.host_compiler), "-std=c++17", "-O3", "-I",
