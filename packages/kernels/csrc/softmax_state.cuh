@@ -14,8 +14,11 @@ namespace pagetide {
 
 template <bool IS_NATURAL>
 struct SumOf {
-  float m = -INF;
-  float l = 0.0f;
+  float m, l;
+
+  // A constructor and not the members' defaults: to an array of arrays of a class that has only those, nvcc 13.0 gives
+  // them in the first array and zeros in the others.
+  __device__ __forceinline__ explicit SumOf(float m = -INF) : m(m), l(0.0f) {}
 
   // What 2^(s - m) is taken against: a row that has seen no key has m = -inf, and -inf - (-inf) is NaN.
   __device__ __forceinline__ float base() const { return m == -INF ? 0.0f : m; }

@@ -60,6 +60,7 @@ SELECTIONS = {
     ),
     "prefill": (
         "(test_tiles_and or test_more_tiles) and 256 and not int8 or"
+        " test_scores_may and 160 and not int8 or"
         " (float16xfloat16 or bfloat16xbfloat16) and (x160 or x192 or x256)"
     ),
     "hopper": "(torch.float16 or float16xfloat16) and not int8",
@@ -362,6 +363,13 @@ MUTANTS = (
            "    l = __fmul_rn(l, shrink);\n"),
     Mutant("a row that saw no key is NaN", "softmax_state.cuh",
            "return m == -INF ? 0.0f : m;", "return m;"),
+    *(
+        Mutant(f"{tests}: a row's maximum begins at zero", "softmax_state.cuh", "float m = -INF)",
+               "float m = 0.0f)", tests=tests)
+        for tests in ("simt", "prefill", "hopper")
+    ),
+    Mutant("mma: a row's maximum begins at zero", "decode_mma.cuh", "NO_KEY = -1e30f",
+           "NO_KEY = 0.0f"),
     Mutant("every row tile is the first", "work_list.cu", "item.first_row = i * cut.run;",
            "item.first_row = 0;"),
     Mutant("every class of row tiles has the first one's place", "work_list.cu",

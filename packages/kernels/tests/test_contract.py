@@ -600,6 +600,28 @@ def test_steep_scores_raise_a_row_alone(
 
 
 @BACKENDS
+@pytest.mark.parametrize("dtypes", [d for d in DTYPES if d[1] != "int8-block"], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 160])
+def test_scores_may_lie_far_below_zero(
+    backend: str, device: str, dtypes: tuple, head_dim: int
+) -> None:
+    """Around -200, where a maximum that began at zero would leave every weight zero."""
+    heads = (7, 1) if IS_INTERPRETED else (14, 2)
+    case = dataclasses.replace(PLAIN, dtypes=dtypes, heads=heads, head_dim=head_dim)
+    problem = Problem(case, device)
+    offset = (200 / head_dim**0.5) ** 0.5
+    problem.q = [offset + 0.15 * q for q in problem.q]
+    problem.k = [-offset + 0.3 * k for k in problem.k]
+    layer = problem.fill_cache("reference", "nan")
+    got = problem.attend(backend, layer).double()
+    exact = problem.dense(layer, torch.float64)
+    same_dtype = problem.dense(layer, problem.query_dtype)
+    allowed = 2 * (same_dtype.double() - exact).abs().max().item()
+    allowed += unit(problem.query_dtype, exact)
+    assert (got - exact).abs().max().item() <= allowed
+
+
+@BACKENDS
 def test_small_int8_values_keep_their_precision(backend: str, device: str) -> None:
     """A half-precision weight times a scale of 1e-5 would have few bits left, or none."""
     case = dataclasses.replace(PLAIN, dtypes=(torch.float16, "int8"))

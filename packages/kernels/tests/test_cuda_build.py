@@ -223,6 +223,30 @@ def test_sm_75_code_uses_tensor_cores_within_its_limits(tmp_path: Path) -> None:
         assert "HMMA.1688.F32" in kernel, kernel[:200]
 
 
+SUMS = """
+#include "softmax_state.cuh"
+extern "C" __global__ void each_maximum(float* out) {
+  pagetide::SoftmaxSum sums[2][3];
+  for (int i = 0; i < 6; ++i) out[i] = sums[i / 3][i % 3].m;
+}
+"""
+
+
+def test_every_sum_of_an_array_begins_at_minus_infinity(tmp_path: Path) -> None:
+    """nvcc gives the defaults of a class's members to the first of several rows only."""
+    toolchain = nvcc_toolchain()
+    source, assembly = tmp_path / "sums.cu", tmp_path / "sums.ptx"
+    source.write_text(SUMS)
+    run(
+        [str(toolchain.nvcc), "-ccbin", str(toolchain.host_compiler), "-std=c++17", "-O3", "-I",
+         str(PACKAGE / "csrc"), "-arch=compute_75", "-ptx", "-o", str(assembly), str(source)]
+    )  # fmt: skip
+    code = assembly.read_text()
+    values = dict(re.findall(r"mov\.\w32\s+(%\w+), (\S+);", code))
+    stored = [values[name] for name in re.findall(r"st\.global\.\w32\s+\[\S+\], (%\w+);", code)]
+    assert stored in (["-8388608"] * 6, ["0fFF800000"] * 6), code
+
+
 @pytest.mark.parametrize("stored", ["f16", "f16_i8"])
 def test_hopper_code_multiplies_by_warpgroups_without_waiting(stored: str, tmp_path: Path) -> None:
     """HGMMA in every kernel, and none of the compiler's notes that it had to serialise them."""
