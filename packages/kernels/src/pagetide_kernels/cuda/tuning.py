@@ -87,6 +87,20 @@ def _prefill_rows(head_dim: int, *, is_hopper: bool) -> int:
     return 128 if head_dim <= 128 else 64
 
 
+def _least_blocks_an_sm(dim: int, *, is_mma: bool, keeps_up_alone: bool) -> int:
+    """How few decode thread blocks a multiprocessor does with, if they have whole sequences then.
+
+    Args:
+        dim: head_dim of the decode instance.
+        is_mma: whether tensor cores multiply.
+        keeps_up_alone: whether one block's copies, far enough ahead, can take all of the bandwidth,
+            and its warps multiply as fast: Hopper's in half precision, measured at 128.
+    """
+    if dim <= 64:
+        return 3 if is_mma else 2
+    return 1 if is_mma and dim <= 128 and keeps_up_alone else 2
+
+
 @cache
 def tuning_for(shape: AttentionShape, *, is_hopper: bool = False) -> Tuning:
     """The choice for a model's shape, and a card that has Hopper's kernels or not."""
@@ -114,7 +128,9 @@ def tuning_for(shape: AttentionShape, *, is_hopper: bool = False) -> Tuning:
         min_leaf_keys=128 if has_long_steps else 64,
         long_leaf_keys=1024 if dim > 64 else 512,
         blocks_an_sm=blocks_an_sm,
-        least_blocks_an_sm=3 if dim <= 64 and is_mma else 2,
+        least_blocks_an_sm=_least_blocks_an_sm(
+            dim, is_mma=is_mma, keeps_up_alone=is_hopper and is_fine
+        ),
         cluster_blocks_an_sm=1 if dim > 64 else 2,
         pair_blocks_an_sm=blocks_an_sm if dim <= 64 else 1,
         cluster_leaves=8 if dim > 64 else 16,

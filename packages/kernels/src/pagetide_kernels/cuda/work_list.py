@@ -69,7 +69,7 @@ def _num_runs(num_seqs: int, leaves: int, heads: int, multiprocessors: int, tuni
 
     def cost(blocks: int) -> tuple[int, bool, int]:
         share = _ceil_div(total, runs_of(blocks))
-        return blocks * share, share < leaves, -blocks  # in leaves; is a sequence split?
+        return blocks * share, share % leaves > 0, -blocks  # in leaves; is a sequence split?
 
     blocks = min(range(tuning.least_blocks_an_sm, tuning.blocks_an_sm + 1), key=cost)
     return min(total, runs_of(blocks))
