@@ -15,55 +15,10 @@
 // those that need no other lane's bytes. So queries are parted alike, and the outputs come out parted.
 #pragma once
 
+#include "prefill_output.cuh"
 #include "prefill_scales.cuh"
-#include "softmax_state.cuh"
 
 namespace pagetide {
-
-template <typename ELEMENT, typename STORED, int HEAD_DIM>
-struct PrefillTiles {
-  using T = ELEMENT;  // of queries, outputs and products
-  using KV = STORED;  // of the cache: T, or int8_t
-  static constexpr bool IS_QUANTIZED = sizeof(KV) == 1;
-  static constexpr int DIM = HEAD_DIM;
-  static constexpr int WARPS = 4;
-  static constexpr int M_TILES = DIM <= 128 ? 2 : 1;  // of 16 rows, of a warp
-  static constexpr int ROWS = WARPS * M_TILES * 16;
-  static constexpr int THREADS = WARPS * WARP;
-  static constexpr int MIN_BLOCKS = 2;
-  using QueryLayout = TileLayout<T, DIM>;
-  using KeyLayout = TileLayout<KV, DIM>;
-  static constexpr int QUERY_BYTES = ROWS * QueryLayout::ROW_BYTES;
-
-  __host__ __device__ static constexpr int stages(int arch) { return arch < 80 ? 1 : 2; }
-  // The longest tile of keys whose scores still fit the registers; sm_75 needs more of them for addresses, INT8 for
-  // what it widens.
-  __host__ __device__ static constexpr int keys(int arch) {
-    return DIM <= 128 ? (DIM == 128 && (arch < 80 || IS_QUANTIZED) ? 32 : 64) : (arch < 80 && !IS_QUANTIZED ? 16 : 32);
-  }
-  __host__ __device__ static constexpr int tile_bytes(int arch) { return keys(arch) * KeyLayout::ROW_BYTES; }
-  __host__ __device__ static constexpr int terms_bytes(int arch) { return IS_QUANTIZED ? 3 * 4 * keys(arch) : 0; }
-  __host__ __device__ static constexpr int stage_bytes(int arch) { return 2 * tile_bytes(arch) + terms_bytes(arch); }
-  __host__ __device__ static constexpr int bytes(int arch) {
-    return QUERY_BYTES + stages(arch) * stage_bytes(arch);  // Q; K, V and what their scales are
-  }
-};
-
-// Puts the queries' columns in the order of INT8 fragments: of 16, lane c's pairs are 4c, 4c + 1 and 4c + 2, 4c + 3.
-template <class Tiles>
-__device__ __forceinline__ void part_queries(unsigned char* q_smem, int thread) {
-  using Layout = typename Tiles::QueryLayout;
-  for (int i = thread; i < Tiles::ROWS * Layout::CHUNKS / 2; i += Tiles::THREADS) {
-    const int row = i / (Layout::CHUNKS / 2);
-    const int chunk = i % (Layout::CHUNKS / 2) * 2;
-    uint4& left = *reinterpret_cast<uint4*>(q_smem + Layout::offset(row, chunk));
-    uint4& right = *reinterpret_cast<uint4*>(q_smem + Layout::offset(row, chunk + 1));
-    const uint4 a = left;
-    const uint4 b = right;
-    left = make_uint4(a.x, a.z, b.x, b.z);
-    right = make_uint4(a.y, a.w, b.y, b.w);
-  }
-}
 
 // Grid (num_kv_heads, items, parts of an item).
 template <class Tiles>
@@ -350,54 +305,9 @@ __global__ void __launch_bounds__(Tiles::THREADS, Tiles::MIN_BLOCKS)
     }
   }
 
-  // O / l, through the warp's own rows of the queries' place, so that whole chunks go out.
   wait_copies<0>();
   __syncthreads();  // with no tile at all, other threads' copies of queries may still have been on their way
-#pragma unroll
-  for (int m = 0; m < M_TILES; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float l = sums[m][half].l;
-      l += __shfl_xor_sync(ALL_LANES, l, 1);
-      l += __shfl_xor_sync(ALL_LANES, l, 2);
-      const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
-      const int row = warp_row + 16 * m + 8 * half + g;
-      // Columns 2c and 2c + 1 of eight; of INT8 columns 4c to 4c + 3 of 16, parted.
-#pragma unroll
-      for (int i = 0; i < DIM / 8; i += 2) {
-        auto value = [&](int tile, int j) { return acc[m][i + tile][2 * half + j] * inverse; };
-        auto place = [&](int chunk, int bytes) {
-          return reinterpret_cast<uint32_t*>(q_smem + Layout::offset(row, i + chunk) + bytes);
-        };
-        if constexpr (IS_QUANTIZED) {
-          *place(c / 2, c % 2 * 8) = pack<T>(value(0, 0), value(1, 0));
-          *place(c / 2, c % 2 * 8 + 4) = pack<T>(value(0, 1), value(1, 1));
-        } else {
-          *place(0, 4 * c) = pack<T>(value(0, 0), value(0, 1));
-          *place(1, 4 * c) = pack<T>(value(1, 0), value(1, 1));
-        }
-      }
-    }
-  }
-  __syncwarp();  // the warp's rows are in shared memory
-#pragma unroll 4
-  for (int i = lane; i < 16 * M_TILES * Layout::CHUNKS; i += WARP) {
-    const int row = warp_row + i / Layout::CHUNKS;
-    const int chunk = i % Layout::CHUNKS;
-    const int column = chunk * Layout::CHUNK;
-    if (row >= item.num_rows || column >= p.head_dim) continue;
-    const int flat = item.first_row + row;
-    const int64_t token = item.first_token + flat / p.group_size;
-    const int64_t head = kv_head * p.group_size + flat % p.group_size;
-    T* to = static_cast<T*>(p.out) + token * p.out_token_stride + head * p.out_head_stride + column;
-    const unsigned char* from = q_smem + Layout::offset(row, chunk);
-    if (p.out_aligned) {
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-    } else {
-#pragma unroll
-      for (int j = 0; j < Layout::CHUNK; ++j) to[j] = reinterpret_cast<const T*>(from)[j];
-    }
-  }
+  write_outputs<Tiles>(p, item, kv_head, q_smem, warp_row, lane, sums, acc);
 }
 
 }  // namespace pagetide

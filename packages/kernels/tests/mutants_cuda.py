@@ -83,6 +83,7 @@ KINDS = {
     "decode_simt.cuh": "simt",
     "decode_mma.cuh": "mma",
     "prefill.cuh": "prefill",
+    "prefill_output.cuh": "prefill",
     "prefill_consumer.cuh": "hopper",
     "prefill_producer.cuh": "hopper",
     "prefill_hopper_tiles.cuh": "hopper int8",
@@ -91,6 +92,7 @@ KINDS = {
     "tile.cuh": "prefill",
     "softmax_state.cuh": "decode",
     "work_list.cu": "work list",
+    "work_list_cut.cuh": "work list",
     "store.cu": "store",
 }
 
@@ -303,7 +305,7 @@ MUTANTS = (
         tests="prefill int8",
     ),
     Mutant(
-        "INT8 prefill: outputs stay parted", "prefill.cuh",
+        "INT8 prefill: outputs stay parted", "prefill_output.cuh",
         "pack<T>(value(0, 0), value(1, 0));", "pack<T>(value(0, 0), value(0, 1));",
         tests="prefill int8",
     ),
@@ -370,14 +372,14 @@ MUTANTS = (
     ),
     Mutant("mma: a row's maximum begins at zero", "decode_mma.cuh", "NO_KEY = -1e30f",
            "NO_KEY = 0.0f"),
-    Mutant("every row tile is the first", "work_list.cu", "item.first_row = i * cut.run;",
+    Mutant("every row tile is the first", "work_list_cut.cuh", "item.first_row = i * cut.run;",
            "item.first_row = 0;"),
     Mutant("every class of row tiles has the first one's place", "work_list.cu",
            "class_begin += class_sizes[which];"),
-    Mutant("a thread block does not go on to its next sequence", "work_list.cu",
+    Mutant("a thread block does not go on to its next sequence", "work_list_cut.cuh",
            "if (i < cut.num_items - 1) item.next = -1;", "item.next = -1;"),
     Mutant(
-        "the cut depends on the batch", "work_list.cu",
+        "the cut depends on the batch", "work_list_cut.cuh",
         "keys * p.few_leaves < seq_len)", "keys * p.few_leaves < seq_len + 256 * p.num_seqs)",
     ),
     Mutant(

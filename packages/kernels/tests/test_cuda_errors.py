@@ -137,7 +137,7 @@ def test_the_module_says_whether_the_library_is_there() -> None:
 
 
 def leaf_keys(tuning: Tuning, seq_len: int) -> int:
-    """What ``leaf_keys_of`` in ``work_list.cu`` computes."""
+    """What ``leaf_keys_of`` in ``work_list_cut.cuh`` computes."""
     keys = tuning.min_leaf_keys
     while (
         keys < tuning.long_leaf_keys and keys * tuning.few_leaves < seq_len
