@@ -400,7 +400,10 @@ SUITE = mutation.Suite(
     package=PACKAGE / "src" / "pagetide_kernels",
     place="{}",
     files=tuple(
-        TESTS / f"test_{name}.py" for name in ("quantized_cache", "contract", "copy_blocks")
+        TESTS / f"test_{name}.py"
+        for name in (
+            "quantized_cache", "contract", "contract_scores", "contract_company", "copy_blocks",
+        )
     ),
     mutants=tuple(dataclasses.replace(m, tests=m.tests or KINDS[m.module]) for m in MUTANTS),
     # Without the back end there is no such test, and pytest says so.

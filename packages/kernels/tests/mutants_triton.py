@@ -535,7 +535,10 @@ SUITE = mutation.Suite(
     package=TESTS.parent / "src" / "pagetide_kernels",
     place="triton/{}.py",
     files=tuple(
-        TESTS / f"test_{name}.py" for name in ("copy_blocks", "quantized_cache", "contract")
+        TESTS / f"test_{name}.py"
+        for name in (
+            "copy_blocks", "quantized_cache", "contract", "contract_scores", "contract_company",
+        )
     ),
     mutants=MUTANTS,
     selections=SELECTIONS,

@@ -76,10 +76,10 @@ class Finding:
 
 def parts(shards: int) -> list[Part]:
     """The reduced set. Products of cuBLAS end racecheck: dense attention runs on the CPU."""
-    steps = ("test_contract.py", "-m", "gpu", "-k", "test_many_steps")
+    steps = ("test_contract_gpu.py", "-k", "test_many_steps")
     alone = (
         "test_paged_attention_cuda.py", "test_copy_blocks.py", "test_quantized_cache.py",
-        "test_contract.py", "-k",
+        "test_contract.py", "test_contract_scores.py", "-k",
         "test_compiled_kernel or test_copies or test_blocks_of_one or test_nan_stays or"
         " test_scales_are or test_what_lies or test_any_order or test_queries_that",
     )  # fmt: skip
