@@ -1,6 +1,6 @@
 // Few query rows, many keys: the keys of a sequence are a fixed row of leaves, whoever walks them.
 //
-// The leaves. A sequence's keys are cut into leaves of equal length (`work_list.cu`), each an online softmax
+// The leaves. A sequence's keys are cut into leaves of equal length (`work_list_cut.cuh`), each an online softmax
 // of its own; the leaves merge in order. Within a leaf, warp w of a thread block takes the tiles w, w + WARPS,
 // ... and the warps' states merge in order. The cut depends on the sequence's length and the model's shape
 // alone: that is exactness level 1.

@@ -17,6 +17,8 @@
 
 #include "prefill_output.cuh"
 #include "prefill_scales.cuh"
+#include "prefill_tiles.cuh"
+#include "softmax_state.cuh"
 
 namespace pagetide {
 

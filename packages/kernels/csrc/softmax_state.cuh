@@ -16,9 +16,10 @@ template <bool IS_NATURAL>
 struct SumOf {
   float m, l;
 
-  // A constructor and not the members' defaults: to an array of arrays of a class that has only those, nvcc 13.0 gives
-  // them in the first array and zeros in the others.
-  __device__ __forceinline__ explicit SumOf(float m = -INF) : m(m), l(0.0f) {}
+  // Constructors, and not constexpr, in place of the members' defaults: where an array of arrays could be initialised by
+  // constants, nvcc 13.0 gives them to the first array and zeros to the others.
+  __device__ __forceinline__ SumOf() : SumOf(-INF) {}
+  __device__ __forceinline__ explicit SumOf(float m) : m(m), l(0.0f) {}
 
   // What 2^(s - m) is taken against: a row that has seen no key has m = -inf, and -inf - (-inf) is NaN.
   __device__ __forceinline__ float base() const { return m == -INF ? 0.0f : m; }

@@ -366,8 +366,8 @@ MUTANTS = (
     Mutant("a row that saw no key is NaN", "softmax_state.cuh",
            "return m == -INF ? 0.0f : m;", "return m;"),
     *(
-        Mutant(f"{tests}: a row's maximum begins at zero", "softmax_state.cuh", "float m = -INF)",
-               "float m = 0.0f)", tests=tests)
+        Mutant(f"{tests}: a row's maximum begins at zero", "softmax_state.cuh", "SumOf(-INF) {}",
+               "SumOf(0.0f) {}", tests=tests)
         for tests in ("simt", "prefill", "hopper")
     ),
     Mutant("mma: a row's maximum begins at zero", "decode_mma.cuh", "NO_KEY = -1e30f",

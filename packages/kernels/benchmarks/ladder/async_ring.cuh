@@ -31,7 +31,7 @@ __device__ __forceinline__ void to_floats(uint4 x, float (&y)[8]) {
 // the first warp: lane l has columns 8 l to 8 l + 7.
 __device__ __forceinline__ SoftmaxState<8> walk(const Args& a, int head, int sequence, int begin, int end) {
   __shared__ Ring rings[WARPS];
-  __shared__ SoftmaxState<8> states[WARPS][8];
+  __shared__ StoredState<8> states[WARPS][8];
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   const int kv_head = head / (a.num_heads / a.num_kv_heads);
   Ring& ring = rings[warp];
@@ -93,7 +93,7 @@ __device__ __forceinline__ SoftmaxState<8> walk(const Args& a, int head, int seq
   }
   if (lane < 8) states[warp][lane] = state;
   __syncthreads();  // every warp's state is there
-  for (int w = 1; w < WARPS && threadIdx.x < 8; ++w) state.merge(states[w][lane]);
+  for (int w = 1; w < WARPS && threadIdx.x < 8; ++w) state.merge(states[w][lane].read());
   return state;
 }
 

@@ -42,6 +42,23 @@ __device__ __forceinline__ int64_t row_of(const Args& a, int sequence, int kv_he
   return ((block * a.num_kv_heads + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE) * DIM;
 }
 
+// A state in shared memory, where nothing is constructed.
+template <int N>
+struct StoredState {
+  float m, l, acc[N];
+
+  __device__ __forceinline__ void operator=(const SoftmaxState<N>& state) {
+    m = state.m, l = state.l;
+    for (int i = 0; i < N; ++i) acc[i] = state.acc[i];
+  }
+  __device__ __forceinline__ SoftmaxState<N> read() const {
+    SoftmaxState<N> state;
+    state.m = m, state.l = l;
+    for (int i = 0; i < N; ++i) state.acc[i] = acc[i];
+    return state;
+  }
+};
+
 }  // namespace ladder
 
 #define RUNG extern "C" __attribute__((visibility("default"))) int

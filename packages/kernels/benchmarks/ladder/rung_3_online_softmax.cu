@@ -9,7 +9,7 @@ namespace {
 constexpr int KEYS = 4;  // at once, so that their loads and shuffles overlap
 
 __global__ void kernel(Args a) {
-  __shared__ SoftmaxState<2> states[WARPS][WARP];
+  __shared__ StoredState<2> states[WARPS][WARP];
   const int head = blockIdx.x, sequence = blockIdx.y;
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   const int kv_head = head / (a.num_heads / a.num_kv_heads);
@@ -48,7 +48,7 @@ __global__ void kernel(Args a) {
   states[warp][lane] = state;
   __syncthreads();  // every warp's state is there
   if (warp > 0) return;
-  for (int w = 1; w < WARPS; ++w) state.merge(states[w][lane]);
+  for (int w = 1; w < WARPS; ++w) state.merge(states[w][lane].read());
   reinterpret_cast<half2*>(a.out + row)[lane] = __floats2half2_rn(state.value(0), state.value(1));
 }
 

@@ -42,8 +42,10 @@ class Tuning:
     long_leaf_keys: of which longer sequences have more, up to ``max_leaves``; a power of two.
     max_leaves: most leaves of a sequence.
     blocks_an_sm: decode thread blocks that a multiprocessor is given when there is enough to do;
-        decides only who computes what, as do the next three.
+        decides only who computes what, as do the next four.
     least_blocks_an_sm: as few, if that gives every block whole sequences or an evener share.
+    most_rows_alone: query rows up to which one block takes all of a multiprocessor's bandwidth, so
+        that it gets no other where each can have a whole sequence; 0: not known of any.
     cluster_blocks_an_sm: as many where blocks meet in shared memory, of which they need more.
     pair_blocks_an_sm: as many where two do that have a leaf each, and need little more.
     cluster_leaves: most leaves of a sequence that is worked on so.
@@ -61,6 +63,7 @@ class Tuning:
     max_leaves: int = 32
     blocks_an_sm: int = 2
     least_blocks_an_sm: int = 2
+    most_rows_alone: int = 0
     cluster_blocks_an_sm: int = 1
     pair_blocks_an_sm: int = 2
     cluster_leaves: int = 8
@@ -85,20 +88,6 @@ def _prefill_rows(head_dim: int, *, is_hopper: bool) -> int:
     if head_dim <= 64 and is_hopper:
         return 192  # of three consumers
     return 128 if head_dim <= 128 else 64
-
-
-def _least_blocks_an_sm(dim: int, *, is_mma: bool, keeps_up_alone: bool) -> int:
-    """How few decode thread blocks a multiprocessor does with, if they have whole sequences then.
-
-    Args:
-        dim: head_dim of the decode instance.
-        is_mma: whether tensor cores multiply.
-        keeps_up_alone: whether one block's copies, far enough ahead, can take all of the bandwidth,
-            and its warps multiply as fast: Hopper's in half precision, measured at 128.
-    """
-    if dim <= 64:
-        return 3 if is_mma else 2
-    return 1 if is_mma and dim <= 128 and keeps_up_alone else 2
 
 
 @cache
@@ -128,9 +117,8 @@ def tuning_for(shape: AttentionShape, *, is_hopper: bool = False) -> Tuning:
         min_leaf_keys=128 if has_long_steps else 64,
         long_leaf_keys=1024 if dim > 64 else 512,
         blocks_an_sm=blocks_an_sm,
-        least_blocks_an_sm=_least_blocks_an_sm(
-            dim, is_mma=is_mma, keeps_up_alone=is_hopper and is_fine
-        ),
+        least_blocks_an_sm=3 if dim <= 64 and is_mma else 2,
+        most_rows_alone=8 if is_hopper and is_fine and dim == 128 else 0,
         cluster_blocks_an_sm=1 if dim > 64 else 2,
         pair_blocks_an_sm=blocks_an_sm if dim <= 64 else 1,
         cluster_leaves=8 if dim > 64 else 16,

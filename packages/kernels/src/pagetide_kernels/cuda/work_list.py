@@ -60,7 +60,9 @@ def _cluster_size(num_blocks: int, leaves: int, max_seq_len: int, most_blocks: i
     return 1
 
 
-def _num_runs(num_seqs: int, leaves: int, heads: int, multiprocessors: int, tuning: Tuning) -> int:
+def _num_runs(
+    num_seqs: int, leaves: int, heads: int, num_rows: int, multiprocessors: int, tuning: Tuning
+) -> int:
     """Thread blocks of a KV head's row tile: what gives a multiprocessor the least to do."""
     total = num_seqs * leaves
 
@@ -69,8 +71,13 @@ def _num_runs(num_seqs: int, leaves: int, heads: int, multiprocessors: int, tuni
 
     def cost(blocks: int) -> tuple[int, bool, int]:
         share = _ceil_div(total, runs_of(blocks))
-        return blocks * share, share % leaves > 0, -blocks  # in leaves; is a sequence split?
+        return blocks * share, share < leaves, -blocks  # in leaves; is a sequence split?
 
+    # A whole sequence each, and hardly a multiprocessor without: no two blocks need to meet. The
+    # device keeps to one sequence a block if that is a sixteenth more than an even share.
+    alone = runs_of(1)
+    if num_rows <= tuning.most_rows_alone and num_seqs <= alone <= num_seqs * 17 // 16:
+        return min(total, alone)
     blocks = min(range(tuning.least_blocks_an_sm, tuning.blocks_an_sm + 1), key=cost)
     return min(total, runs_of(blocks))
 
@@ -107,13 +114,13 @@ def make_work_list(
         cluster_size = _cluster_size(num_seqs * heads, leaves, bounds.max_seq_len, most_blocks)
     # Every thread block has an even share of the keys. Only sequences on two shares leave states,
     # so no more than there are shares; in clusters none do.
-    num_runs = _num_runs(num_seqs, leaves, heads, multiprocessors, tuning)
+    state_rows = min(tuning.tile_rows, max(1, bounds.max_query_len) * shape.group_size)
+    num_runs = _num_runs(num_seqs, leaves, heads, state_rows, multiprocessors, tuning)
     num_states = min(num_seqs, num_runs) * leaves
     if cluster_size > 1:
         num_runs, num_states = num_seqs * cluster_size, 0
     decode_capacity = num_runs + num_seqs + 1 + (0 if has_prefill else row_tiles)
     prefill_capacity = row_tiles if has_prefill else 0
-    state_rows = min(tuning.tile_rows, max(1, bounds.max_query_len) * shape.group_size)
     work = WorkList(
         tuning=tuning,
         decode_items=torch.empty(
