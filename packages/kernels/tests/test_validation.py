@@ -88,6 +88,7 @@ BAD_ATTENTION: list[tuple[str, dict[str, Any], str]] = [
     ("float32", {"q": torch.ones(4, 6, 64, dtype=torch.int32)}, "queries of torch.int32 are not"),
     ("float32", {"scale": float("nan")}, "scale=nan"),
     ("float32", {"scale": float("inf")}, "scale=inf"),
+    ("float32", {"scale": -1e39}, "scale=-1e.39 must be a finite number in float32"),
     ("float32", {"window": 0}, "window=0"),
     ("float32", {"window": -1}, "window=-1"),
     ("float32", {"window": 2.5}, "window=2.5"),
@@ -95,6 +96,8 @@ BAD_ATTENTION: list[tuple[str, dict[str, Any], str]] = [
     ("float32", {"soft_cap": 0.0}, "soft_cap=0.0"),
     ("float32", {"soft_cap": -3.0}, "soft_cap=-3.0"),
     ("float32", {"soft_cap": float("inf")}, "soft_cap=inf"),
+    ("float32", {"soft_cap": 1e39}, "soft_cap=1e.39 must be a positive number in float32"),
+    ("float32", {"soft_cap": 1e-300}, "soft_cap=1e-300"),
     ("float32", {"out": torch.empty(4, 6, 32)}, "out has shape"),
     ("float32", {"out": torch.empty(4, 6, 64).half()}, "out has dtype"),
     ("float32", {"out": strided_last(4, 6, 64)}, "out has stride 2"),
@@ -239,3 +242,13 @@ def test_a_work_list_does_not_outlive_its_bounds() -> None:
     prepared = META.with_work_list(object())
     assert prepared.work_list is not None
     assert prepared.with_bounds(META.bounds).work_list is None
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache"])
+def test_out_needs_memory_of_its_own(name: str) -> None:
+    """Zeros go out before all queries have been read."""
+    arguments = attention_arguments()
+    memory = arguments[name]
+    arguments["out"] = memory.flatten()[: 4 * 6 * 64].view(4, 6, 64)
+    with pytest.raises(ValueError, match=f"out is the memory of {name}"):
+        pk.paged_attention(**arguments)

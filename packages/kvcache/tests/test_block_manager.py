@@ -380,3 +380,12 @@ def test_errors_survive_pickling() -> None:
         assert type(twin) is type(error)
         assert str(twin) == str(error)
         assert vars(twin) == vars(error)
+
+
+def test_an_id_that_cannot_be_hashed_takes_no_block() -> None:
+    manager = BlockManager(4, block_size=4)
+    for call in (manager.allocate_blocks, lambda seq_id, n: manager.admit(seq_id, [1], n)):
+        with pytest.raises(TypeError, match="unhashable"):
+            call(["a"], 2)
+        manager.verify()
+        assert manager.num_available_blocks == 4

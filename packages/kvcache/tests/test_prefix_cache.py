@@ -395,3 +395,39 @@ def test_committing_the_next_blocks_is_whole_or_not_at_all() -> None:
     without.admit("a", [1, 2], 2)
     assert without.commit_next(["a"], [0], [block]) == []
     assert without.match_prefix([1, 2, 3]) == 0
+
+
+def test_blocks_that_proved_wrong_are_found_by_nobody() -> None:
+    """Those that a sequence committed and those that it found, whoever still holds them."""
+    manager = BlockManager(12, block_size=4)
+    serve(manager, range(8), frees=False, seq_id="first")
+    serve(manager, range(14), frees=False, seq_id="second")
+    serve(manager, [70, 71, 72, 73, 74], frees=False, seq_id="other")
+    manager.uncache("second")
+    manager.verify()
+    assert manager.match_prefix(range(14)) == 0
+    assert manager.match_prefix([70, 71, 72, 73, 74]) == 1
+    shared = manager.sequence_blocks["first"]
+    assert manager.sequence_blocks["second"][:2] == shared
+    assert [manager.ref_count[block_id] for block_id in shared] == [2, 2]
+
+    manager.free_sequence("second")
+    manager.free_sequence("first")
+    manager.verify()
+    assert manager.num_available_blocks == 12 - 2
+    assert len(manager.free_blocks) == 12 - 2, "an unfindable block was kept"
+    assert serve(manager, range(14)).num_cached_tokens == 0
+    assert manager.match_prefix(range(14)) == 3, "right ones take their place"
+    with pytest.raises(UnknownSequenceError):
+        manager.uncache("second")
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_salt_that_cannot_be_hashed_is_refused_at_once(is_cached: bool) -> None:
+    manager = BlockManager(8, block_size=4)
+    if is_cached:
+        serve(manager, range(8))
+    with pytest.raises(TypeError, match="unhashable"):
+        manager.admit("a", range(8), 8, salt=["s"])
+    manager.verify()
+    assert manager.num_available_blocks == 8

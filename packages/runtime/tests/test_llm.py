@@ -85,6 +85,16 @@ def test_a_stream_that_was_never_started_aborts_when_it_is_closed_or_dropped(llm
     assert not llm.engine.has_unfinished
 
 
+def test_a_stream_whose_requests_were_ended_elsewhere_says_so(llm: LLM) -> None:
+    """Its answer went to whoever ended it; waiting for it would be waiting for ever."""
+    stream = llm.stream("Once upon a time", SamplingParams(max_tokens=100))
+    (request_id,) = llm.engine.scheduler.unfinished_ids
+    assert llm.engine.finish(request_id, FinishReason.ABORT) is not None
+    with pytest.raises(RuntimeError, match="ended without their answers"):
+        list(stream)
+    assert not llm.engine.has_unfinished
+
+
 def test_token_ids_may_come_in_arrays(llm: LLM) -> None:
     import numpy as np
     import torch

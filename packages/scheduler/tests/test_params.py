@@ -24,7 +24,7 @@ from pagetide_scheduler.arrival import make_key
 
 
 @pytest.mark.parametrize(
-    "temperature", [-1, -1e-9, math.nan, math.inf, -math.inf, "hot", None, True]
+    "temperature", [-1, -1e-9, math.nan, math.inf, -math.inf, 1e39, "hot", None, True]
 )
 def test_d1_bad_temperature(temperature: object) -> None:
     with pytest.raises(ValueError, match="temperature"):
@@ -36,7 +36,7 @@ def test_d1_good_temperature(temperature: float) -> None:
     assert SamplingParams(temperature=temperature).temperature == float(temperature)
 
 
-@pytest.mark.parametrize("top_k", [0.4, 1.0, -2, "3", None, True])
+@pytest.mark.parametrize("top_k", [0.4, 1.0, -2, 2**31, "3", None, True])
 def test_d3_bad_top_k(top_k: object) -> None:
     with pytest.raises(ValueError, match="top_k"):
         SamplingParams(top_k=top_k)

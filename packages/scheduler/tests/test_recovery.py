@@ -107,3 +107,35 @@ def test_aborts_of_suspects() -> None:
     engine.run()
     engine.check_outputs()
     engine.check_all_returned()
+
+
+@pytest.mark.parametrize("budget", [4, 64])
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+def test_nobody_finds_what_a_failed_sample_computed(overlap: int, budget: int) -> None:
+    """Its logits were not finite, say: so its keys and values need not be, in earlier steps too."""
+    engine = Engine(
+        num_blocks=40, block_size=4, overlap=overlap, max_num_seqs=4, max_num_batched_tokens=budget
+    )
+    prompt = list(range(1, 21))
+    engine.add("bad", prompt, SamplingParams(max_tokens=4, stop=("raise",)))
+    engine.run()
+    assert engine.outputs["bad"].finish_reason is FinishReason.ERROR
+    engine.add("good", [*prompt, 50], PARAMS)
+    engine.run()
+    assert engine.outputs["good"].num_cached_tokens == 0
+    engine.add("again", [*prompt, 51], PARAMS)
+    engine.run()
+    assert engine.outputs["again"].num_cached_tokens == 20
+    engine.check_outputs()
+    engine.check_all_returned()
+
+
+def test_a_minimum_beyond_int32_is_no_more_than_a_very_long_one() -> None:
+    engine = Engine(num_blocks=8, block_size=4, max_num_seqs=2)
+    endless = SamplingParams(max_tokens=None, min_tokens=2**40)
+    engine.add("endless", [1, 2, 3], endless)
+    engine.add("company", [4, 5, 6], PARAMS)
+    engine.run()
+    assert engine.outputs["endless"].finish_reason in (FinishReason.POOL, FinishReason.CONTEXT)
+    engine.check_outputs()
+    engine.check_all_returned()

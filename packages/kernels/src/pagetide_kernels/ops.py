@@ -7,7 +7,6 @@ made: ``AttentionMetadata.from_host``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from pagetide_kernels.metadata import AttentionMetadata, AttentionShape
 from pagetide_kernels.validation import (
     require_int,
     require_no_overlap,
+    require_own_memory,
     require_tensor,
     require_unit_stride,
 )
@@ -35,6 +35,8 @@ _KV_DTYPES: dict[torch.dtype, KVDType] = {
     torch.bfloat16: "bfloat16",
     torch.int8: "int8",
 }
+# The kernels compute in float32, whatever a Python number can be.
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 @torch.no_grad()
@@ -80,18 +82,21 @@ def paged_attention(
         UnsupportedError: the back end does not serve this shape; names one that does.
     """
     shape = _shape_of(q, "q", k_cache, v_cache, k_scales, v_scales, metadata)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale={scale} must be a finite number")
+    if not abs(scale) <= _LARGEST:
+        raise ValueError(f"scale={scale} must be a finite number in float32")
     if window is not None:
         require_int("window", window, at_least=1)
-    if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):
-        raise ValueError(f"soft_cap={soft_cap} must be a positive number, or None for no cap")
+    if soft_cap is not None and not _SMALLEST <= soft_cap <= _LARGEST:
+        raise ValueError(
+            f"soft_cap={soft_cap} must be a positive number in float32, or None for no cap"
+        )
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     else:
         require_tensor("out", out, q.shape, q.dtype, q.device)
         require_unit_stride("out", out)
         require_no_overlap("out", out)
+        require_own_memory("out", out, q=q, k_cache=k_cache, v_cache=v_cache)
     _resolve(backend, shape, q.device).paged_attention(
         q,
         k_cache,

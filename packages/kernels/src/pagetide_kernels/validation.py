@@ -8,7 +8,13 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-__all__ = ["require_int", "require_no_overlap", "require_tensor", "require_unit_stride"]
+__all__ = [
+    "require_int",
+    "require_no_overlap",
+    "require_own_memory",
+    "require_tensor",
+    "require_unit_stride",
+]
 
 
 def require_int(name: str, value: object, *, at_least: int) -> None:
@@ -53,6 +59,16 @@ def require_unit_stride(name: str, value: Tensor) -> None:
             f"{name} has stride {value.stride(-1)} along its last dimension; it must be 1: "
             "call .contiguous(), or permute other dimensions only"
         )
+
+
+def require_own_memory(name: str, value: Tensor, **others: Tensor) -> None:
+    """Raise ValueError if ``value`` begins where one of ``others`` does, which is still read."""
+    for other, tensor in others.items():
+        if value.numel() and value.data_ptr() == tensor.data_ptr():
+            raise ValueError(
+                f"{name} is the memory of {other}, which is read after {name} is first written: "
+                "give it memory of its own"
+            )
 
 
 def require_no_overlap(name: str, value: Tensor) -> None:

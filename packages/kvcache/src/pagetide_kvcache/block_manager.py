@@ -112,8 +112,9 @@ class BlockManager:
         """
         n = _at_least("n", n, 0)
         self._require(n)
+        sequence = self._get_or_create(seq_id)
         block_ids = self._take(n)
-        self._get_or_create(seq_id).block_ids.extend(block_ids)
+        sequence.block_ids.extend(block_ids)
         return tuple(block_ids)
 
     def append_blocks(self, seq_ids: Sequence[Hashable]) -> tuple[int, ...]:
@@ -320,9 +321,11 @@ class BlockManager:
         Raises:
             SequenceExistsError: `seq_id` holds blocks already.
             OutOfBlocksError: not enough blocks are available beside the cached ones.
+            TypeError: `seq_id` or `salt` cannot be hashed.
             ValueError: `num_tokens` is negative, or a token id does not fit in int32.
         """
         num_tokens = _at_least("num_tokens", num_tokens, 0)
+        hash(salt)  # `commit` will need it, when refusing would be too late
         self._check_is_empty(seq_id)
         cached = self._find(tokens, min(len(tokens), num_tokens), salt)
         num_new = self._num_blocks(num_tokens) - len(cached)
@@ -416,6 +419,20 @@ class BlockManager:
             ) from None
         paths = [sequence.path for sequence in sequences]
         return self._index.extend_each(paths, block_indices, own_ids, contents)
+
+    def uncache(self, seq_id: Hashable) -> None:
+        """Makes a sequence's blocks unfindable, whoever committed them: they proved to be wrong.
+
+        Who holds them keeps them; nobody finds them again.
+
+        Raises:
+            UnknownSequenceError: there is no such sequence.
+        """
+        sequence = self._get(seq_id)
+        for block_id in sequence.block_ids:
+            if block_id in self._index:
+                self._index.remove(block_id)
+        sequence.path.reset()
 
     # ---- plans and proof ------------------------------------------------------------------------
 

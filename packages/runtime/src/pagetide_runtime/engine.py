@@ -134,7 +134,7 @@ class Engine:
         Ctrl-C while the device works costs that step alone: its requests are computed again too.
 
         Raises:
-            EngineDeadError: the engine cannot be used any more; every request has been ended.
+            EngineDeadError: the engine cannot be used any more, and no request goes on.
         """
         plan = self._schedule()
         self._submit(plan)

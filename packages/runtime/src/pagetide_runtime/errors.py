@@ -7,7 +7,7 @@ __all__ = ["EngineDeadError", "MemoryPlanError"]
 
 class EngineDeadError(RuntimeError):
     """The engine can no longer be used, because its device failed or a step was cut in two; build a
-    new one. Every request has been ended.
+    new one. No request of it goes on.
     """
 
 

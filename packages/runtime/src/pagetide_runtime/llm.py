@@ -207,6 +207,11 @@ class LLM:
             yield TextChunk(0, 0, "")
             while mine:
                 self._deliver(self.engine.step())
+                if not self.engine.has_unfinished and not any(x.chunks for x in mine.values()):
+                    raise RuntimeError(
+                        f"{len(mine)} of this stream's requests ended without their answers: they "
+                        "were finished at the engine, or an interrupt came as these were delivered"
+                    )
                 for request_id, active in list(mine.items()):
                     while active.chunks:
                         chunk = active.chunks.popleft()

@@ -7,6 +7,9 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
+MOST_TOKENS = 2**31 - 1  # what columns of int32 can say, of lengths and of token ids
+MOST_TEMPERATURE = 3e38  # of float32
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -47,6 +50,8 @@ class SamplingParams:
         set_field(self, "temperature", _number("temperature", self.temperature))
         set_field(self, "top_p", _number("top_p", self.top_p))
         set_field(self, "top_k", max(0, _integer("top_k", self.top_k, at_least=-1)))
+        if self.top_k > MOST_TOKENS:
+            raise ValueError(f"top_k must fit in int32, got {self.top_k}; 0 keeps every token")
         set_field(self, "min_tokens", _integer("min_tokens", self.min_tokens, at_least=0))
         if self.max_tokens is not None:
             set_field(self, "max_tokens", _integer("max_tokens", self.max_tokens, at_least=1))
@@ -58,8 +63,10 @@ class SamplingParams:
         if ids and max(ids) >= 2**31:
             raise ValueError(f"stop_token_ids must fit in int32, got {max(ids)}")
 
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if not 0 <= self.temperature <= MOST_TEMPERATURE:
+            raise ValueError(
+                f"temperature must lie in 0..{MOST_TEMPERATURE:g}, got {self.temperature}"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}; 1 keeps every token")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pagetide_kvcache import PrefixPath
-from pagetide_scheduler.params import SamplingParams
+from pagetide_scheduler.params import MOST_TOKENS, SamplingParams
 
 if TYPE_CHECKING:
     from pagetide_scheduler.columns import RunningColumns
@@ -162,7 +162,7 @@ class Request:
     @property
     def min_stop_length(self) -> int:
         """Length at which a stop token may first end it: `min_tokens` others precede that."""
-        return self.num_prompt_tokens + self.params.min_tokens + 1
+        return min(self.num_prompt_tokens + self.params.min_tokens + 1, MOST_TOKENS)
 
     def stops_at(self, token_id: int, num_tokens: int) -> FinishReason | None:
         """Whether `token_id`, as the token number `num_tokens`, ends this request, and why."""

@@ -324,6 +324,9 @@ class Scheduler:
         keep_tokens: int | None = None,
     ) -> RequestOutput:
         state = self._state
+        if reason is FinishReason.ERROR and request.request_id in state.blocks.sequence_blocks:
+            # What it computed, or found, may be what failed: nobody else is to find it.
+            state.blocks.uncache(request.request_id)
         if request.followers:
             hand_over(state, request)
         elif request.leader is not None:

@@ -61,7 +61,7 @@ sampling_options = _stack(
     click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
     click.option("--top-k", type=int, default=0, help="Draw from the k likeliest (0: all)."),
     click.option("--top-p", type=float, default=1.0, help="Draw from the likeliest p of the mass."),
-    click.option("--seed", type=int, default=None, help="The same seed gives the same answer."),
+    click.option("--seed", type=int, default=None, help="Fixes the random numbers."),
     click.option("--stop", multiple=True, help="End the answer before this text (repeatable)."),
 )
 
