@@ -391,9 +391,23 @@ MUTANTS = (
     Mutant(
         "minimum length one token short",
         "request",
-        "return self.num_prompt_tokens + self.params.min_tokens + 1",
-        "return self.num_prompt_tokens + self.params.min_tokens",
+        "self.num_prompt_tokens + self.params.min_tokens + 1, MOST_TOKENS",
+        "self.num_prompt_tokens + self.params.min_tokens, MOST_TOKENS",
         "test_steps",
+    ),
+    Mutant(
+        "minimum length beyond int32",
+        "request",
+        "return min(self.num_prompt_tokens + self.params.min_tokens + 1, MOST_TOKENS)",
+        "return self.num_prompt_tokens + self.params.min_tokens + 1",
+        "test_recovery",
+    ),
+    Mutant(
+        "what a failed request computed can be found",
+        "scheduler",
+        "state.blocks.uncache(request.request_id)",
+        "pass",
+        "test_recovery",
     ),
     Mutant(
         "a request that can never fit is taken",
