@@ -134,7 +134,8 @@ class LLM:
         """Answers every prompt in one continuous batch and yields text as it becomes certain.
 
         Closing or dropping the iterator early aborts what has not ended. Raises what `generate`
-        raises, before anything is computed.
+        raises, before anything is computed; and RuntimeError where a request's answer is lost,
+        because it was finished at the engine or an interrupt came as it was delivered.
         """
         _check_num_samples(n)
         prompts = _as_prompts(prompts)

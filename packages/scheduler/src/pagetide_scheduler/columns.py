@@ -10,11 +10,11 @@ from array import array
 
 import numpy as np
 
+from pagetide_scheduler.params import MOST_TOKENS
 from pagetide_scheduler.plan import Int32Column, Int64Column, Mask
 from pagetide_scheduler.request import Request
 
 NEVER = np.iinfo(np.int64).max
-MOST_TOKENS = np.iinfo(np.int32).max
 
 
 class Counting:

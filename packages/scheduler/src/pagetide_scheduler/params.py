@@ -60,7 +60,7 @@ class SamplingParams:
         set_field(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         ids = tuple(_integer("stop_token_ids", t, at_least=0) for t in self.stop_token_ids)
         set_field(self, "stop_token_ids", ids)
-        if ids and max(ids) >= 2**31:
+        if ids and max(ids) > MOST_TOKENS:
             raise ValueError(f"stop_token_ids must fit in int32, got {max(ids)}")
 
         if not 0 <= self.temperature <= MOST_TEMPERATURE:

@@ -74,7 +74,7 @@ def _num_runs(
         return blocks * share, share < leaves, -blocks  # in leaves; is a sequence split?
 
     # A whole sequence each, and hardly a multiprocessor without: no two blocks need to meet. The
-    # device keeps to one sequence a block if that is a sixteenth more than an even share.
+    # device keeps to one sequence a block where that is an even share and a sixteenth at most.
     alone = runs_of(1)
     if num_rows <= tuning.most_rows_alone and num_seqs <= alone <= num_seqs * 17 // 16:
         return min(total, alone)
